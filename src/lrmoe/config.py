@@ -1,0 +1,213 @@
+"""What a user may set: frozen dataclasses, every check in ``__post_init__``.
+
+``C`` is the recalibration rate: the share of routed pairs that get no backward pass. C = 0 is exact
+training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+# Rules that keep pairs with weight 1 (biased), and rules whose kept pairs carry 1 / P(kept).
+SCORED_RULES = ("top", "random", "gradient", "weighted_gradient", "router", "token_loss")
+UNBIASED_RULES = ("sampled", "random_unbiased")
+
+# Settings the specification names and this version does not have yet. Refused, never ignored.
+_LATER = {
+    "quotas": ("planned", "makespan"),
+    "placement": (
+        "symi",
+        "ultraep",
+        "eplb",
+        "fastermoe",
+        "flexmoe",
+        "smartmoe",
+        "laer",
+        "llep",
+        "topology",
+        "recalibrated",
+    ),
+    "rate": ("auto",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits per rank that a plan must respect; ``None`` is unlimited.
+
+    No field is enforced by the planner of this version, so setting one is refused.
+    """
+
+    memory: int | None = None
+    """Bytes of one rank that the whole step may use."""
+    slots: int | None = None
+    """Replica slots per rank."""
+    staging: int | None = None
+    """Bytes of staging buffers per rank."""
+    link_bytes: int | None = None
+    """Bytes sent or received per rank and layer call."""
+    forward_pairs: int | None = None
+    """Token-expert pairs a rank may compute in one forward layer call."""
+    c_max: float | None = None
+    """Largest share of pairs that may be dropped."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                raise ValueError(
+                    f"budget.{f.name}={value!r}: budgets are not enforced by this version's "
+                    "planner (placement='fixed'); leave the field at None"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalibration:
+    """How much of the backward pass an MoE layer does, and how the pairs are chosen.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    rate: float | Sequence[tuple[int, float]] | str = 0.2
+    """Requested share C of pairs without a backward pass, ``0 <= C < 1``; 0 is exact training.
+    A schedule is a sequence of ``(optimizer step, C)``, linear in between, constant outside."""
+    selection: str = "sampled"
+    """``sampled`` and ``random_unbiased`` are unbiased; ``top`` is the paper's rule; the rest are
+    controls."""
+    scope: str | None = None
+    """``global``: one ranking per expert over all ranks; ``local``: every rank picks its own share.
+    ``None``: local for the unbiased rules, global for the others."""
+    quotas: str = "rate"
+    """``rate``: every expert keeps ``ceil((1 - C) n)`` of its ``n`` pairs."""
+    placement: str = "fixed"
+    """``fixed``: pairs are computed on their expert's home rank."""
+    router_grad: str = "kept"
+    """Router gradient of the pairs: ``kept``, ``completed`` or ``exact`` (``docs/method.md``)."""
+    draw: str = "backward"
+    """``backward``: select when the output gradient is known. ``forward`` (unbiased rules): select
+    before, and save nothing for dropped pairs."""
+    rows: str = "exact"
+    """``exact``: one host sync for the row counts of the backward payload. ``static``: no sync, the
+    payload is padded to a bound known from the plan (needs local scope)."""
+    save: str = "activations"
+    """``activations`` keeps the gate_up outputs; ``inputs`` recomputes them for kept pairs."""
+    min_inclusion: float = 0.1
+    """rho of the specification: how much of the size of a pair in ``sampled`` is uniform."""
+    seed: int = 0
+    budget: Budget = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", _checked_rate(self.rate))
+        choices = {
+            "selection": SCORED_RULES + UNBIASED_RULES,
+            "scope": (None, "global", "local"),
+            "quotas": ("rate",),
+            "placement": ("fixed",),
+            "router_grad": ("kept", "completed", "exact"),
+            "draw": ("backward", "forward"),
+            "rows": ("exact", "static"),
+            "save": ("activations", "inputs"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value in allowed:
+                continue
+            if value in _LATER.get(name, ()):
+                raise ValueError(
+                    f"{name}={value!r} is not part of this version; use {allowed[0]!r}"
+                )
+            raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        if self.draw == "forward" and not self.is_unbiased:
+            raise ValueError(
+                f"draw='forward' with selection={self.selection!r}: the rule needs the output "
+                "gradient or keeps weight 1; allowed are"
+                f" {', '.join(map(repr, UNBIASED_RULES))}"
+            )
+        if self.rows == "static" and self.effective_scope == "global":
+            raise ValueError(
+                "rows='static' with scope='global': the kept pairs per rank are not known when the "
+                "plan is made; use scope='local' or rows='exact'"
+            )
+        if not 0 <= self.min_inclusion <= 1:
+            raise ValueError(f"min_inclusion={self.min_inclusion!r}: allowed is 0 <= value <= 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r}: must be an integer")
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether kept pairs carry the inverse of their probability of being kept."""
+        return self.selection in UNBIASED_RULES
+
+    @property
+    def effective_scope(self) -> str:
+        """``scope`` with the rule's default filled in."""
+        return self.scope or ("local" if self.is_unbiased else "global")
+
+    def rate_at(self, step: int) -> Fraction:
+        """The requested rate at an optimizer step, as the decimal number the user wrote."""
+        if isinstance(self.rate, float):
+            return Fraction(str(self.rate))
+        assert not isinstance(self.rate, str)
+        points = self.rate
+        if step <= points[0][0]:
+            return Fraction(str(points[0][1]))
+        for (s0, c0), (s1, c1) in pairwise(points):
+            if step < s1:
+                a, b = Fraction(str(c0)), Fraction(str(c1))
+                return a + (b - a) * Fraction(step - s0, s1 - s0)
+        return Fraction(str(points[-1][1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they travel in ``model.config.lrmoe`` and in YAML."""
+        values = asdict(self)
+        if not isinstance(self.rate, float):
+            values["rate"] = [list(point) for point in self.rate]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recalibration:
+        """The inverse of :meth:`to_dict`; an unknown key is an error naming the nearest one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                hint = (
+                    f"; did you mean {near[0]!r}?" if near else f"; allowed are {', '.join(known)}"
+                )
+                raise ValueError(f"lrmoe setting {key!r} is unknown{hint}")
+        if isinstance(values.get("budget"), dict):
+            values = values | {"budget": Budget(**values["budget"])}
+        return cls(**values)
+
+
+def _checked_rate(rate: Any) -> float | tuple[tuple[int, float], ...]:
+    """The rate as a float or a tuple of points; raises with what is allowed."""
+
+    def number(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"rate={rate!r}: must be a number, or a sequence of (step, number)")
+        if not (math.isfinite(value) and 0 <= value < 1):
+            raise ValueError(f"rate={rate!r}: allowed is 0 <= rate < 1")
+        return float(value)
+
+    if isinstance(rate, str):
+        if rate in _LATER["rate"]:
+            raise ValueError(f"rate={rate!r} is not part of this version; give a number")
+        raise ValueError(f"rate={rate!r}: must be a number, or a sequence of (step, number)")
+    if not isinstance(rate, Sequence):
+        return number(rate)
+    points = tuple(rate)
+    if not points or any(not isinstance(p, Sequence) or len(p) != 2 for p in points):
+        raise ValueError(f"rate={rate!r}: a schedule is a non-empty sequence of (step, number)")
+    if any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s, _ in points):
+        raise ValueError(f"rate={rate!r}: the steps of a schedule are integers >= 0")
+    if any(b[0] <= a[0] for a, b in pairwise(points)):
+        raise ValueError(f"rate={rate!r}: the steps of a schedule must increase")
+    return tuple((s, number(c)) for s, c in points)

@@ -1,0 +1,63 @@
+"""The only module that calls torch.distributed: counts, rows and scalars between the EP ranks.
+
+Shape letters: W = ranks of the group. A group of ``None`` is one rank: the same calls, no copies.
+Bytes are counted here, where they are handed to the collective, and only those for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lrmoe.planner.problem import Int
+
+
+class Exchange:
+    """Collectives of one expert-parallel group, and the bytes this rank sent through it.
+
+    Every rank calls the same methods in the same order, whatever the routing, also with zero rows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.sent_bytes = 0
+        # Random streams of ranks that hold the same experts in other groups must differ too.
+        self.global_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.group_key = self.global_rank if group is None else dist.get_global_rank(group, 0)
+
+    def all_gather_counts(self, counts: torch.Tensor) -> Int:
+        """int64 [n] on every rank -> [W, n] on the host (device sync)."""
+        if self.num_ranks == 1:
+            return counts.cpu().numpy()[None]
+        gathered = counts.new_empty(self.num_ranks * counts.shape[0])
+        dist.all_gather_into_tensor(gathered, counts, group=self.group)
+        return gathered.view(self.num_ranks, -1).cpu().numpy()
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows laid out by destination -> rows laid out by source. One rank: the same tensor."""
+        if self.num_ranks == 1:
+            return rows
+        row_bytes = rows[0:1].numel() * rows.element_size() if rows.shape[0] else 0
+        self.sent_bytes += (sum(send_W) - send_W[self.rank]) * row_bytes
+        received = rows.new_empty(sum(receive_W), *rows.shape[1:])
+        dist.all_to_all_single(
+            received, rows.contiguous(), list(receive_W), list(send_W), group=self.group
+        )
+        return received
+
+    def take_sent_bytes(self) -> int:
+        """Bytes sent to other ranks since the last call."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent
+
+
+def as_list(values: Int) -> list[int]:
+    """Split sizes as torch.distributed takes them."""
+    return [int(v) for v in np.asarray(values)]

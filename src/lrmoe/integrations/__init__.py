@@ -1,0 +1,1 @@
+"""Plug-ins for the frameworks people train with."""

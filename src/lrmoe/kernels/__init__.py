@@ -1,0 +1,1 @@
+"""The operations under the layer: row copies, grouped GEMMs, the gated activation."""

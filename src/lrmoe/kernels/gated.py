@@ -1,0 +1,120 @@
+"""The gated activation ``act(gate) * up`` between the two expert projections, and its backward.
+
+Each pass reads every input once: the routing weight is folded into ``h`` on the way in (the down
+projection is linear), and the norms and inner products that the layer needs come out beside it.
+
+Shape letters: R = rows in the forward pass, P = kept rows, F = expert width; gate_up rows hold the
+gate first, then up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lrmoe.kernels.scratch import scratch
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+_COMPILED = (torch.float32, torch.bfloat16)
+
+
+def gated_forward(
+    gate_up_R2F: torch.Tensor, scale_R: torch.Tensor, act: Activation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``scale * h`` in the dtype of the input, in scratch, and ``|h|^2`` in float32.
+
+    Args:
+        act: ``None`` is SiLU, which has a fused kernel; any other is called as it is.
+    """
+    R, F2 = gate_up_R2F.shape
+    if act is not None or gate_up_R2F.dtype not in _COMPILED or gate_up_R2F.device.type != "cpu":
+        return gated_forward_reference(gate_up_R2F, scale_R, act)
+    scaled_RF = scratch("h", (R, F2 // 2), gate_up_R2F.dtype, gate_up_R2F.device)
+    norm_sq_R = scale_R.new_empty(R)
+    _swiglu_forward(gate_up_R2F, scale_R, scaled_RF, norm_sq_R)
+    return scaled_RF, norm_sq_R
+
+
+def gated_backward(
+    gate_up_R2F: torch.Tensor,
+    row_ids_P: torch.Tensor,
+    grad_h_PF: torch.Tensor,
+    coef_P: torch.Tensor,
+    act: Activation | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of gate_up, ``coef * h``, and ``<grad_h, h>`` in float32, for the kept rows.
+
+    Args:
+        gate_up_R2F: the forward rows; ``row_ids_P`` names the one of each kept row.
+        grad_h_PF: ``W_down^T G``, without the coefficient.
+        coef_P: float32, routing weight times selection weight; scales the first two results.
+    """
+    if act is not None or gate_up_R2F.dtype not in _COMPILED or gate_up_R2F.device.type != "cpu":
+        return gated_backward_reference(gate_up_R2F, row_ids_P, grad_h_PF, coef_P, act)
+    P, F = grad_h_PF.shape
+    dtype, device = gate_up_R2F.dtype, gate_up_R2F.device
+    grad_gate_up_P2F = scratch("grad_gate_up", (P, 2 * F), dtype, device)
+    scaled_PF = scratch("h", (P, F), dtype, device)
+    inner_P = coef_P.new_empty(P)
+    _swiglu_backward(
+        gate_up_R2F, row_ids_P, grad_h_PF, coef_P, grad_gate_up_P2F, scaled_PF, inner_P
+    )
+    return grad_gate_up_P2F, scaled_PF, inner_P
+
+
+def gated_forward_reference(
+    gate_up_R2F: torch.Tensor, scale_R: torch.Tensor, act: Activation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`gated_forward` in plain PyTorch: any activation, dtype and device."""
+    wide = _wide(gate_up_R2F.dtype)
+    h_RF = _gated(gate_up_R2F.to(wide), act)
+    scaled_RF = (h_RF * scale_R.to(wide)[:, None]).to(gate_up_R2F.dtype)
+    return scaled_RF, h_RF.square().sum(1)
+
+
+def gated_backward_reference(
+    gate_up_R2F: torch.Tensor,
+    row_ids_P: torch.Tensor,
+    grad_h_PF: torch.Tensor,
+    coef_P: torch.Tensor,
+    act: Activation | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`gated_backward` in plain PyTorch: any activation, dtype and device."""
+    dtype, wide = gate_up_R2F.dtype, _wide(gate_up_R2F.dtype)
+    grad_h_PF, coef_P1 = grad_h_PF.to(wide), coef_P.to(wide)[:, None]
+    with torch.enable_grad():
+        gate_up = gate_up_R2F[row_ids_P].to(wide).requires_grad_()
+        h_PF = _gated(gate_up, act)
+        (grad_gate_up,) = torch.autograd.grad(h_PF, gate_up, coef_P1 * grad_h_PF)
+    h_PF = h_PF.detach()
+    return grad_gate_up.to(dtype), (coef_P1 * h_PF).to(dtype), (grad_h_PF * h_PF).sum(1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _gated(gate_up: torch.Tensor, act: Activation | None) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (torch.nn.functional.silu if act is None else act)(gate) * up
+
+
+def _swiglu_forward(
+    gate_up: torch.Tensor, scale: torch.Tensor, scaled: torch.Tensor, norm_sq: torch.Tensor
+) -> None:
+    from lrmoe.kernels import gated_cpu  # compiles with numba on first use
+
+    gated_cpu.forward(*map(_array, (gate_up, scale, scaled, norm_sq)))
+
+
+def _swiglu_backward(*tensors: torch.Tensor) -> None:
+    from lrmoe.kernels import gated_cpu
+
+    gated_cpu.backward(*map(_array, tensors))
+
+
+def _array(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    """The tensor's memory as numpy sees it; bfloat16 as its bits."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,69 @@
+"""Grouped GEMMs over expert-major rows: one product per expert, row counts as they fall.
+
+Shape letters: P = rows in expert-major order, e = experts on this rank, A and B = widths.
+Offsets are inclusive ends per expert, int32, as ``torch.nn.functional.grouped_mm`` takes them; the
+last offset equals the number of rows, so no row is left unwritten.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+_ALIGNMENT_BYTES = 16
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_mm(
+    rows_PA: torch.Tensor, weight_eAB: torch.Tensor, offsets_e: torch.Tensor
+) -> torch.Tensor:
+    """``rows[i] @ weight[expert of row i]`` -> [P, B]. ``weight_eAB`` may be a transposed view."""
+    if _is_native(rows_PA, weight_eAB):
+        return F.grouped_mm(rows_PA, weight_eAB, offs=offsets_e)
+    expert_P, place_P, longest = _padding(offsets_e, rows_PA.shape[0])
+    padded = rows_PA.new_zeros(weight_eAB.shape[0], longest, rows_PA.shape[1])
+    padded[expert_P, place_P] = rows_PA
+    return torch.bmm(padded, weight_eAB)[expert_P, place_P]
+
+
+def grouped_outer(
+    rows_PA: torch.Tensor, rows_PB: torch.Tensor, offsets_e: torch.Tensor
+) -> torch.Tensor:
+    """Per expert the sum of ``outer(rows_PA[i], rows_PB[i])`` -> [e, A, B]; zero without rows."""
+    if _is_native(rows_PA, rows_PB):
+        return F.grouped_mm(rows_PA.t(), rows_PB, offs=offsets_e)
+    expert_P, place_P, longest = _padding(offsets_e, rows_PA.shape[0])
+    num_experts = offsets_e.shape[0]
+    padded_A = rows_PA.new_zeros(num_experts, longest, rows_PA.shape[1])
+    padded_B = rows_PB.new_zeros(num_experts, longest, rows_PB.shape[1])
+    padded_A[expert_P, place_P] = rows_PA
+    padded_B[expert_P, place_P] = rows_PB
+    return torch.bmm(padded_A.transpose(1, 2), padded_B)
+
+
+def _is_native(*tensors: torch.Tensor) -> bool:
+    """Whether ``grouped_mm`` takes these: dtype, and strides that are multiples of 16 bytes."""
+    if tensors[0].dtype not in _NATIVE:
+        return False
+    for t in tensors:
+        strides = [s * t.element_size() for s in t.stride() if s != 1]
+        if any(s % _ALIGNMENT_BYTES for s in strides):
+            warnings.warn(
+                f"a width of the experts is not a multiple of {_ALIGNMENT_BYTES} bytes "
+                f"(strides {tuple(t.stride())}, {t.dtype}): the grouped GEMM cannot take it, and "
+                "experts are padded to the longest one instead, which is slower",
+                stacklevel=3,
+            )
+            return False
+    return True
+
+
+def _padding(offsets_e: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Expert and place inside the expert of every row, and the longest expert (device sync)."""
+    counts_e = torch.diff(offsets_e, prepend=offsets_e.new_zeros(1)).long()
+    expert_P = torch.repeat_interleave(counts_e, output_size=num_rows)
+    starts_e = offsets_e.long() - counts_e
+    place_P = torch.arange(num_rows, device=offsets_e.device) - starts_e[expert_P]
+    return expert_P, place_P, int(counts_e.max())

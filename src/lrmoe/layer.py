@@ -1,0 +1,369 @@
+"""START HERE: a Mixture-of-Experts layer whose backward pass does the planned part of the work.
+
+The forward story and the backward story, one line per stage; LRMoE (arXiv 2610.37720), section 3,
+with the choices of ``docs/method.md``.
+
+Shape letters: T = tokens on this rank, D = model dim, F = expert width, K = top-k, N = T * K routed
+pairs, P = kept pairs, U = token rows, R = pairs computed here, W = ranks, E = experts,
+e = experts on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from lrmoe import compute, dispatch
+from lrmoe.account import account_backward, account_forward, pair_record, scatter_pairs
+from lrmoe.config import Recalibration
+from lrmoe.exchange import Exchange
+from lrmoe.kernels.gated import Activation
+from lrmoe.pairs import PairTable, sort_pairs
+from lrmoe.recalibrate import choose_pairs, router_gradient
+from lrmoe.report import Span
+from lrmoe.score import lrm, row_norm_sq
+from lrmoe.select import Selection
+from lrmoe.state import CallRecord, LayerState, pairs_by_rank
+
+_ACTIVATIONS: dict[str, Activation | None] = {
+    "silu": None,
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.nn.functional.relu,
+}
+
+
+def experts(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    act: str | Activation = "silu",
+    group: dist.ProcessGroup | None = None,
+    state: LayerState | None = None,
+) -> torch.Tensor:
+    """``sum_j w_tj * down_e(act(gate_e x_t) * up_e x_t)``; its backward pass as configured.
+
+    With a group, expert ``e`` lives on rank ``e // (E / W)`` and every rank calls this with its own
+    tokens, as many as it has. All ranks must agree on what requires a gradient.
+
+    Args:
+        hidden_states: [T, D]; T may be 0 and differ between ranks.
+        top_k_index: integer [T, K], expert ids over all ranks.
+        top_k_weights: [T, K], any floating dtype; used in float32.
+        gate_up_proj: [E / W, 2F, D], this rank's experts, gate rows first. Its dtype is that of the
+            computation (under autocast: autocast's).
+        down_proj: [E / W, D, F].
+        act: ``"silu"``, ``"gelu"``, ``"relu"`` or a function of the gate.
+        group: expert-parallel group; ``None`` is one rank.
+        state: settings and counters of this layer; ``None`` is exact training.
+
+    Returns:
+        [T, D] in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed; before the first collective,
+            and on every rank where only one is at fault.
+    """
+    _check(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, act)
+    state = state if state is not None else LayerState()
+    exchange = Exchange(group)
+    span = Span(hidden_states.device, exchange.num_ranks)
+    num_experts = gate_up_proj.shape[0] * exchange.num_ranks
+    tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj)
+    is_differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    pairs = sort_pairs(top_k_index)
+    record = state.begin_call(
+        exchange, top_k_index, pairs, num_experts, is_differentiable=is_differentiable
+    )
+    call = _Call(
+        state=state,
+        exchange=exchange,
+        record=record,
+        pairs=pairs,
+        act=_ACTIVATIONS[act] if isinstance(act, str) else act,
+        is_differentiable=is_differentiable,
+        span=span,
+    )
+    device_type = hidden_states.device.type
+    dtype = gate_up_proj.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(device_type, enabled=False):
+        output_TD: torch.Tensor = _RecalibratedExperts.apply(  # type: ignore[no-untyped-call]
+            hidden_states.to(dtype),
+            top_k_weights.to(wide),
+            gate_up_proj.to(dtype),
+            down_proj.to(dtype),
+            top_k_index,
+            call,
+        )
+    return output_TD.to(hidden_states.dtype)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Call:
+    """What the stages of one layer call share besides tensors."""
+
+    state: LayerState
+    exchange: Exchange
+    record: CallRecord
+    pairs: PairTable
+    act: Activation | None
+    is_differentiable: bool
+    span: Span
+
+
+class _RecalibratedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        p_TK: torch.Tensor,
+        gate_up_e2FD: torch.Tensor,
+        down_eDF: torch.Tensor,
+        top_k_index_TK: torch.Tensor,
+        call: _Call,
+    ) -> torch.Tensor:
+        state, exchange, record, pairs = call.state, call.exchange, call.record, call.pairs
+        config, plan, T = record.config, record.plan, x_TD.shape[0]
+        weights = compute.Experts(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF, act=call.act)
+        p_N = p_TK.reshape(-1)[pairs.flat_N]
+        splits = dispatch.Splits.of(
+            exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW
+        )
+        returns_pairs = config.router_grad == "exact" and call.is_differentiable
+
+        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, plan, splits, exchange)
+        scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
+        work = compute.forward_experts(
+            arrived.x_UD, arrived.row_R, scale_R, arrived.order.offsets_e, weights
+        )
+        y_TKD = None
+        if returns_pairs:
+            y_ND = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
+            y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
+            output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
+        else:
+            output_TD = dispatch.return_sums(
+                work.output_RD, arrived.row_R, token_U, T, splits, exchange
+            )
+        if not call.is_differentiable:
+            return output_TD
+
+        h_norm_sq_N = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        saved = {
+            "call_id": torch.tensor(record.id),
+            "p_TK": p_TK,
+            "h_norm_sq_N": h_norm_sq_N,
+            "top_k_index_TK": top_k_index_TK,
+            "gate_up_e2FD": gate_up_e2FD,
+            "down_eDF": down_eDF,
+        }
+        x_UD, gate_up_R2F = arrived.x_UD, work.gate_up_R2F
+        if config.draw == "forward":
+            if record.selection is None:
+                record.selection = choose_pairs(
+                    p_N, None, h_norm_sq_N, pairs, record, state, splits, exchange
+                )
+            announced = dispatch.announce_kept(
+                record.selection, p_N, pairs, plan, splits, T, config.rows, exchange
+            )
+            if not plan.keeps_all:
+                x_UD, gate_up_R2F = compute.compact_saved(
+                    x_UD,
+                    arrived.row_R,
+                    gate_up_R2F,
+                    announced.row_P,
+                    announced.forward_P,
+                    num_rows=int(announced.splits.receive_rows_W.sum()),
+                )
+            saved |= announced.tensors()
+            ctx.backward_splits = announced.host()
+        else:
+            saved["row_R"] = arrived.row_R
+        saved["x_UD"] = x_UD
+        if config.save == "activations":
+            saved["gate_up_R2F"] = gate_up_R2F
+        if config.router_grad == "completed":
+            saved["output_TD"] = output_TD
+        if y_TKD is not None:
+            saved["y_TKD"] = y_TKD
+        ctx.call, ctx.splits, ctx.saved_names = call, splits, list(saved)
+        ctx.save_for_backward(*saved.values())
+        call.span.stop()
+        account_forward(
+            state.tally, exchange, record, splits, arrived.row_R.shape[0], saved, call.span
+        )
+        return output_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        state, exchange, act = ctx.call.state, ctx.call.exchange, ctx.call.act
+        needs_x, needs_p, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
+        record = state.find_call(int(saved["call_id"]))
+        config, plan, T = record.config, record.plan, grad_TD.shape[0]
+        span = Span(grad_TD.device, exchange.num_ranks)
+        weights = compute.Experts(
+            gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"], act=act
+        )
+        pairs = sort_pairs(saved["top_k_index_TK"])
+        p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]
+        grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
+
+        if "row_P" in saved:  # drawn in the forward pass
+            assert record.selection is not None
+            selection = record.selection
+            announced = dispatch.Announced.restore(saved, ctx.backward_splits)
+            x_row_P = announced.row_P
+            gate_up_row_P = _arange(x_row_P)
+        else:
+            selection = choose_pairs(
+                p_N,
+                grad_norm_sq_T,
+                saved["h_norm_sq_N"],
+                pairs,
+                record,
+                state,
+                ctx.splits,
+                exchange,
+            )
+            announced = dispatch.announce_kept(
+                selection, p_N, pairs, plan, ctx.splits, T, config.rows, exchange
+            )
+            x_row_P = saved["row_R"].index_select(0, announced.forward_P)
+            gate_up_row_P = announced.forward_P
+        order = announced.order(plan, exchange.rank)
+        kept = compute.KeptPairs(
+            row_P=announced.row_P,
+            x_row_P=x_row_P,
+            gate_up_row_P=gate_up_row_P,
+            coef_P=announced.coef_P,
+            offsets_e=order.offsets_e,
+        )
+        grad_UD = dispatch.send_rows(
+            grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
+        )
+        if "gate_up_R2F" not in saved:
+            saved["gate_up_R2F"] = compute.recompute_gate_up(saved["x_UD"], kept, weights)
+            kept = replace(kept, gate_up_row_P=_arange(kept.row_P))
+        grads = compute.backward_experts(
+            grad_UD,
+            saved["x_UD"],
+            saved["gate_up_R2F"],
+            kept,
+            weights,
+            needs_x=needs_x,
+            needs_gate_up=needs_gate_up,
+            needs_down=needs_down,
+        )
+        grad_x_TD = grad_p_TK = None
+        if needs_x:
+            assert grads.x_UD is not None
+            grad_x_TD = dispatch.collect_rows(
+                grads.x_UD, announced.token_U, T, announced.splits, exchange
+            )
+            # Dropping pairs must not hide an overflow from the layers before.
+            grad_x_TD.masked_fill_(is_bad_T[:, None], float("nan"))
+        if needs_p:
+            inner_P = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
+        span.stop()
+        lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
+        state.tally.add(nonfinite_tokens=is_bad_T.sum())
+        account_backward(
+            state.tally, exchange, record, announced, selection, lrm_N, grads, grad_UD, span
+        )
+        if state.captured is not None:
+            state.captured.append(pair_record(saved, plan, exchange, pairs, selection, lrm_N))
+        return grad_x_TD, grad_p_TK, grads.gate_up_e2FD, grads.down_eDF, None, None
+
+
+def _router_gradient(
+    config: Recalibration,
+    saved: dict[str, torch.Tensor],
+    grad_TD: torch.Tensor,
+    pairs: PairTable,
+    selection: Selection,
+    inner_P: torch.Tensor,
+) -> torch.Tensor:
+    """The kept pairs' ``<G, y>`` in pair order -> dL/dp [T, K] in the configured mode."""
+    p_TK = saved["p_TK"]
+    wide_TD = grad_TD.to(p_TK.dtype)
+    grad_output_T = None
+    if config.router_grad == "completed":
+        grad_output_T = torch.linalg.vecdot(wide_TD, saved["output_TD"].to(p_TK.dtype))
+    if config.router_grad == "exact":
+        inner_TK = torch.einsum("td,tkd->tk", wide_TD, saved["y_TKD"].to(p_TK.dtype))
+    else:
+        inner_TK = scatter_pairs(inner_P, pairs, selection, p_TK)
+    return router_gradient(
+        config.router_grad,
+        config.is_unbiased,
+        p_TK,
+        scatter_pairs(selection.weight_P, pairs, selection, p_TK),
+        inner_TK,
+        grad_output_T,
+    )
+
+
+def _arange(like_P: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like_P.shape[0], device=like_P.device, dtype=torch.int32)
+
+
+def _check(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    act: str | Activation,
+) -> None:
+    def fail(name: str, value: object, allowed: str) -> None:
+        raise ValueError(f"{name}={value}: {allowed}")
+
+    floats = {
+        "hidden_states": (hidden_states, 2),
+        "top_k_weights": (top_k_weights, 2),
+        "gate_up_proj": (gate_up_proj, 3),
+        "down_proj": (down_proj, 3),
+    }
+    for name, (t, ndim) in floats.items():
+        if t.ndim != ndim:
+            fail(f"{name}.shape", tuple(t.shape), f"must have {ndim} dimensions")
+        if not t.is_floating_point():
+            fail(f"{name}.dtype", t.dtype, "must be a floating dtype")
+        if t.device != hidden_states.device:
+            fail(
+                f"{name}.device", t.device, f"must be that of hidden_states, {hidden_states.device}"
+            )
+    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+        fail("top_k_index.dtype", top_k_index.dtype, "must be an integer dtype")
+    T, D = hidden_states.shape
+    if top_k_index.ndim != 2 or top_k_index.shape[0] != T or top_k_index.shape[1] < 1:
+        fail("top_k_index.shape", tuple(top_k_index.shape), f"must be [{T} tokens, K >= 1]")
+    if top_k_weights.shape != top_k_index.shape:
+        fail(
+            "top_k_weights.shape", tuple(top_k_weights.shape), f"must be {tuple(top_k_index.shape)}"
+        )
+    e, F2, D_in = gate_up_proj.shape
+    if F2 % 2 or D_in != D:
+        fail("gate_up_proj.shape", tuple(gate_up_proj.shape), f"must be [experts, 2 * F, {D}]")
+    if down_proj.shape != (e, D, F2 // 2):
+        fail("down_proj.shape", tuple(down_proj.shape), f"must be {(e, D, F2 // 2)}")
+    if down_proj.dtype != gate_up_proj.dtype:
+        fail(
+            "down_proj.dtype",
+            down_proj.dtype,
+            f"must be that of gate_up_proj, {gate_up_proj.dtype}",
+        )
+    if isinstance(act, str) and act not in _ACTIVATIONS:
+        fail("act", repr(act), f"allowed are {', '.join(map(repr, _ACTIVATIONS))}, or a function")

@@ -1,0 +1,114 @@
+"""Pairs sorted by expert, the unique token rows that feed them, and the two orders a rank sees.
+
+Shape letters: T = tokens, K = top-k, N = T * K pairs, P = a subset of them, U = unique token rows,
+W = ranks, V = instances (rank-major), e = instances on this rank, R = rows after dispatch.
+
+A source lays its pairs out by instance; instances are rank-major, so each destination's pairs are
+one run (the *message*). The receiver sees messages from every source, each ordered by instance, and
+reads them expert-major, which is what a grouped GEMM takes:
+
+    message order:       (rank 0: i0 i0 i1) (rank 1: i0 i1 i1)
+    expert-major order:  (i0: r0 r0 r1)     (i1: r0 r1 r1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lrmoe.planner.problem import Int
+from lrmoe.select import blocks, spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTable:
+    """This rank's pairs in expert-major order, pairs of one expert in ascending (token, slot)."""
+
+    flat_N: torch.Tensor  # int64 position of the pair in the flattened [T, K]
+    token_N: torch.Tensor  # int64
+    expert_N: torch.Tensor  # int64
+
+
+def sort_pairs(top_k_index_TK: torch.Tensor) -> PairTable:
+    """The pairs of a routing result, sorted by expert."""
+    sorted_ids = torch.sort(top_k_index_TK.reshape(-1).to(torch.int32), stable=True)
+    return PairTable(
+        flat_N=sorted_ids.indices,
+        token_N=sorted_ids.indices // max(top_k_index_TK.shape[1], 1),
+        expert_N=sorted_ids.values.long(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRows:
+    """The rows a rank sends: every token once per destination that needs it."""
+
+    token_U: torch.Tensor  # int64, destination-major, ascending inside a destination
+    row_P: torch.Tensor  # int32, for each pair its row inside the message
+
+
+def count_token_rows(
+    token_P: torch.Tensor, rank_P: torch.Tensor, num_tokens: int, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W]."""
+    needed_WT = torch.zeros(num_ranks, num_tokens, dtype=torch.bool, device=token_P.device)
+    needed_WT[rank_P, token_P] = True
+    return needed_WT, needed_WT.sum(1)
+
+
+def token_rows(
+    needed_WT: torch.Tensor, token_P: torch.Tensor, rank_P: torch.Tensor, rows_W: Int
+) -> TokenRows:
+    """Lay the needed rows out by destination.
+
+    Args:
+        rows_W: host row counts of the payload. Larger than the number of needed rows where they are
+            a bound: the rows beyond are padding that no pair names.
+    """
+    row_WT = needed_WT.cumsum(1) - 1
+    start_W = torch.from_numpy(rows_W.cumsum() - rows_W).to(token_P.device)
+    total = int(rows_W.sum())
+    # Tokens that are not needed all write to one place past the end.
+    place_WT = torch.where(needed_WT, row_WT + start_W[:, None], total)
+    token_WT = torch.arange(needed_WT.shape[1], device=token_P.device).expand_as(needed_WT)
+    token_U = token_P.new_zeros(total + 1)
+    token_U[place_WT.reshape(-1)] = token_WT.reshape(-1)
+    return TokenRows(token_U=token_U[:total], row_P=row_WT[rank_P, token_P].to(torch.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalOrder:
+    """How this rank reads the pairs it received: from message order to expert-major order."""
+
+    message_R: torch.Tensor | None  # int64 place in message order; None: already expert-major
+    row_shift_R: torch.Tensor | None  # int32, start of the source's rows; None: one source
+    offsets_e: torch.Tensor  # int32, inclusive ends of the instances
+
+    def to_expert_major(self, values_R: torch.Tensor) -> torch.Tensor:
+        """Message order -> expert-major order."""
+        return values_R if self.message_R is None else values_R[self.message_R]
+
+    def to_message(self, values_R: torch.Tensor) -> torch.Tensor:
+        """Expert-major order -> message order."""
+        if self.message_R is None:
+            return values_R
+        return torch.empty_like(values_R).index_copy_(0, self.message_R, values_R)
+
+
+def arrival_order(pairs_We: Int, rows_W: Int, device: torch.device) -> ArrivalOrder:
+    """The order for ``pairs_We[source, instance]`` received pairs and ``rows_W`` received rows."""
+    ends_e = torch.from_numpy(pairs_We.sum(0).cumsum().astype(np.int32)).to(device)
+    if len(pairs_We) == 1:
+        return ArrivalOrder(message_R=None, row_shift_R=None, offsets_e=ends_e)
+    flat = pairs_We.reshape(-1)
+    start_We = (flat.cumsum() - flat).reshape(pairs_We.shape)
+    length_b = np.ascontiguousarray(pairs_We.T).reshape(-1)  # blocks in expert-major order
+    num_instances = pairs_We.shape[1]
+    row_start_b = np.tile((rows_W.cumsum() - rows_W).astype(np.int32), num_instances)
+    return ArrivalOrder(
+        message_R=blocks(np.ascontiguousarray(start_We.T).reshape(-1), length_b, device),
+        row_shift_R=spread(row_start_b, length_b, device),
+        offsets_e=ends_e,
+    )

@@ -1,0 +1,185 @@
+"""What a layer reports: counters and timers per layer, and the definitions of the metrics.
+
+Shape letters: W = ranks, E = experts, T = tokens, K = top-k.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lrmoe.planner.problem import Int
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerReport:
+    """One MoE layer, totals over the micro-batches of the last finished optimizer step.
+
+    Pairs, imbalances and expert load are of the whole expert-parallel group. Rows, bytes, times,
+    score mass and memory are of this rank. Rows and bytes are those sent to *other* ranks.
+    """
+
+    layer: int
+    pairs: int = 0
+    kept_pairs: int = 0
+    backward_fraction: float = 1.0
+    """Kept / routed pairs, as realised."""
+    score_mass: float = 1.0
+    """Sum of LRM over the kept pairs / over all pairs of this rank."""
+    imbalance_home: float = 1.0
+    """Max / mean over ranks of the routed pairs, under home placement."""
+    imbalance_fwd: float = 1.0
+    """Max / mean over ranks of the pairs computed in the forward pass."""
+    imbalance_bwd: float = 1.0
+    """Max / mean over ranks of the pairs computed in the backward pass."""
+    max_vio: float = 0.0
+    """``imbalance_fwd - 1``."""
+    dead_experts: int = 0
+    """Experts without a routed pair in the whole step."""
+    gemm_rows_fwd: int = 0
+    gemm_rows_bwd: int = 0
+    payload_rows_fwd: int = 0
+    payload_rows_bwd: int = 0
+    bytes_fwd: int = 0
+    bytes_bwd: int = 0
+    replicas: int = 0
+    """Instances beyond home, summed over ranks."""
+    moved_rows: int = 0
+    rows_slack: int = 0
+    """Padding rows of the backward payload (``rows="static"``)."""
+    plan_us: float = 0.0
+    fwd_ms: float = 0.0
+    bwd_ms: float = 0.0
+    recompute_ms: float = 0.0
+    """Forward passes repeated by activation checkpointing; not part of ``fwd_ms``."""
+    bytes_recompute: int = 0
+    clock: str = "wall"
+    """What ``fwd_ms`` and ``bwd_ms`` measure: ``wall``, ``cuda``, or ``cpu`` (this rank's own CPU
+    time, where ranks outnumber cores)."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes by category, the largest micro-batch of the step."""
+    nonfinite_tokens: int = 0
+    """Tokens of this rank whose output gradient was not finite."""
+    expert_load: list[int] = field(default_factory=list)
+    """Routed pairs of each expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRecord:
+    """Every pair of one layer call on its source rank, [T, K] each."""
+
+    expert: torch.Tensor
+    score: torch.Tensor  # LRM, float32
+    kept: torch.Tensor  # bool
+    weight: torch.Tensor  # float32 (float64 in a float64 layer), 0 where dropped
+    forward_rank: torch.Tensor
+    backward_rank: torch.Tensor  # -1 where dropped
+
+
+def imbalance(load_W: Int) -> float:
+    """Max / mean over ranks; 1 if there is no load."""
+    total = int(load_W.sum())
+    return float(load_W.max() * len(load_W) / total) if total else 1.0
+
+
+class Tally:
+    """Sums up the layer calls of one optimizer step into a :class:`LayerReport`."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.counts_WE: Int | None = None
+        self.forward_load_W: Int | None = None
+        self.backward_load_W: Int | None = None
+        self.totals: dict[str, float | torch.Tensor] = {}
+        self.memory: dict[str, int] = {}
+        self.score_mass: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.spans: list[tuple[str, Span]] = []
+
+    def routed(self, counts_WE: Int, forward_load_W: Int) -> None:
+        """Account for the routing of one layer call."""
+        self.counts_WE = _plus(self.counts_WE, counts_WE)
+        self.forward_load_W = _plus(self.forward_load_W, forward_load_W)
+
+    def kept(self, backward_load_W: Int) -> None:
+        """Account for the kept pairs of one layer call, by the rank that computes them."""
+        self.backward_load_W = _plus(self.backward_load_W, backward_load_W)
+
+    def add(self, **values: float | torch.Tensor) -> None:
+        """Add to counters of the report; what is still on the device stays there until then."""
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+
+    def hold(self, **num_bytes: int) -> None:
+        """Bytes of a category in this layer call; the report shows the largest call."""
+        for name, value in num_bytes.items():
+            self.memory[name] = max(self.memory.get(name, 0), value)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer call was accounted for."""
+        return self.counts_WE is None
+
+    def report(self) -> LayerReport:
+        """The totals as a report; waits for the device where times or scores are still open."""
+        report = LayerReport(layer=self.layer, memory=dict(self.memory))
+        for name, value in self.totals.items():
+            setattr(report, name, value if name == "plan_us" else int(value))
+        for phase, span in self.spans:
+            setattr(report, phase, getattr(report, phase) + span.ms())
+            report.clock = span.clock
+        if self.counts_WE is not None and self.forward_load_W is not None:
+            counts_E = self.counts_WE.sum(0)
+            W = len(self.counts_WE)
+            report.pairs = int(counts_E.sum())
+            report.expert_load = counts_E.tolist()
+            report.dead_experts = int((counts_E == 0).sum())
+            report.imbalance_home = imbalance(counts_E.reshape(W, -1).sum(1))
+            report.imbalance_fwd = imbalance(self.forward_load_W)
+            report.max_vio = report.imbalance_fwd - 1
+        if self.backward_load_W is not None:
+            report.kept_pairs = int(self.backward_load_W.sum())
+            report.backward_fraction = report.kept_pairs / max(report.pairs, 1)
+            report.imbalance_bwd = imbalance(self.backward_load_W)
+        if self.score_mass:
+            kept = sum(float(part) for part, _ in self.score_mass)
+            everything = sum(float(whole) for _, whole in self.score_mass)
+            report.score_mass = kept / everything if everything else 1.0
+        return report
+
+
+class Span:
+    """Time of a stretch of code on this rank: wall clock, CUDA events, or its own CPU time."""
+
+    def __init__(self, device: torch.device, num_ranks: int) -> None:
+        if device.type == "cuda":
+            self.clock = "cuda"
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+        else:
+            is_shared = num_ranks > (os.cpu_count() or 1)
+            self.clock = "cpu" if is_shared else "wall"
+            self._now = time.process_time if is_shared else time.perf_counter
+            self._start = self._now()
+            self._end = self._start
+
+    def stop(self) -> None:
+        """End the stretch."""
+        if self.clock == "cuda":
+            self._events[1].record()
+        else:
+            self._end = self._now()
+
+    def ms(self) -> float:
+        """Length in milliseconds (device sync for CUDA)."""
+        if self.clock == "cuda":
+            self._events[1].synchronize()
+            return float(self._events[0].elapsed_time(self._events[1]))
+        return (self._end - self._start) * 1e3
+
+
+def _plus(total: Int | None, part: Int) -> Int:
+    return np.array(part) if total is None else total + part

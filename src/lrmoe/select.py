@@ -1,0 +1,204 @@
+"""Scores and quotas -> the kept pairs and their weights. No processes, no host syncs.
+
+Shape letters: N = pairs in expert-major order, P = kept pairs, e = segments: the experts, each a
+contiguous run of pairs. Counts and quotas are known on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lrmoe.planner.problem import Float, Int
+
+# Probabilities (in units of 1 / ONE) and sizes are integers, so sums of them are exact: a sample
+# has exactly q pairs, and the weight is the exact inverse of the probability that was used. A size
+# of at least one unit keeps every pair reachable, also at rho = 0.
+ONE = 1 << 40
+_MEAN_SIZE = 1 << 20
+_MAX_SIZE = (1 << 40) - 1
+_MAX_KEPT = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which pairs get a backward pass."""
+
+    kept_P: torch.Tensor  # int64, ascending positions in the expert-major order
+    weight_P: torch.Tensor  # float32 (float64 for float64 scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The experts' runs of pairs: what is known of them on the host, and per pair on the device."""
+
+    count_e: Int
+    expert_N: torch.Tensor
+    place_N: torch.Tensor  # place inside the expert's run
+    start_N: torch.Tensor  # first position of the expert's run
+    last_N: torch.Tensor
+
+    @classmethod
+    def of(cls, count_e: Int, device: torch.device) -> Segments:
+        """The layout of ``count_e[i]`` pairs of expert i, in expert-major order."""
+        count = torch.from_numpy(np.ascontiguousarray(count_e)).to(device)
+        num_pairs = int(count_e.sum())
+        expert_N = torch.repeat_interleave(count, output_size=num_pairs)
+        start_N = (count.cumsum(0) - count)[expert_N]
+        return cls(
+            count_e=count_e,
+            expert_N=expert_N,
+            place_N=torch.arange(num_pairs, device=device) - start_N,
+            start_N=start_N,
+            last_N=start_N + count[expert_N] - 1,
+        )
+
+    def spread(self, values_e: Int | Float) -> torch.Tensor:
+        """A value per expert -> one per pair."""
+        return spread(values_e, self.count_e, self.expert_N.device)
+
+    def sort(self, key_N: torch.Tensor) -> torch.Tensor:
+        """Positions that order every run by ascending key, stable; ``0 <= key < 2^48``."""
+        return torch.sort((self.expert_N << 48) | key_N, stable=True).indices
+
+
+def keep_everything(num_pairs: int, like: torch.Tensor) -> Selection:
+    """Every pair with weight 1: exact training."""
+    return Selection(
+        kept_P=torch.arange(num_pairs, device=like.device),
+        weight_P=torch.ones(num_pairs, device=like.device, dtype=like.dtype),
+    )
+
+
+def select_top(score_N: torch.Tensor, segments: Segments, quota_e: Int) -> Selection:
+    """The ``quota`` highest scores of each expert; ties go to the earlier pair; NaN ranks first."""
+    order_N = segments.sort(_descending(score_N))
+    starts_e = segments.count_e.cumsum() - segments.count_e
+    kept_P = order_N[blocks(starts_e, quota_e, score_N.device)].sort().values
+    return Selection(kept_P=kept_P, weight_P=torch.ones_like(score_N[kept_P]))
+
+
+def select_sampled(
+    size_N: torch.Tensor,
+    segments: Segments,
+    quota_e: Int,
+    generator: torch.Generator,
+    share_probability_e: Float | None = None,
+) -> Selection:
+    """Exactly ``quota`` pairs of each expert, with probabilities proportional to size (at most 1).
+
+    Systematic sampling in a random order. The weight is ``1 / P(kept)``, which makes any sum over
+    pairs unbiased.
+
+    Args:
+        size_N: float, never negative, from :func:`sampling_sizes`.
+        share_probability_e: P(quota >= 1) of a quota that was itself drawn
+            (:class:`lrmoe.planner.Plan`); the weight accounts for it.
+    """
+    pi_N = inclusion_probabilities(size_N, segments, quota_e)
+    device = size_N.device
+    shuffle_N = torch.randint(0, 1 << 48, pi_N.shape, generator=generator, device=device)
+    start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
+    kept_N = systematic_sample(pi_N, segments.sort(shuffle_N), start_e, segments)
+    # The number of kept pairs is known, so the compaction needs no device sync.
+    kept_P = torch.nonzero_static(kept_N, size=int(quota_e.sum())).squeeze(1)
+    weight_P = ONE / pi_N[kept_P].double()
+    if share_probability_e is not None:
+        weight_P /= segments.spread(share_probability_e)[kept_P]
+    return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
+
+
+def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> torch.Tensor:
+    """``(1 - rho) sqrt(score) / mean + rho``, the mean over the expert; ones if all are zero.
+
+    A non-finite score counts as the largest float32: its pair is all but certainly kept.
+    """
+    largest = torch.finfo(torch.float32).max
+    root_N = score_N.double().nan_to_num_(largest, largest).clamp_(max=largest).sqrt_()
+    sum_e = root_N.new_zeros(len(segments.count_e)).index_add_(0, segments.expert_N, root_N)
+    mean_N = sum_e[segments.expert_N] / (segments.last_N - segments.start_N + 1)
+    size_N = torch.where(mean_N > 0, root_N / mean_N, 1.0).mul_(1 - rho).add_(rho)
+    return size_N.to(_wide(score_N.dtype))
+
+
+def inclusion_probabilities(size_N: torch.Tensor, segments: Segments, quota_e: Int) -> torch.Tensor:
+    """``min(1, c size)`` with c such that every expert sums to its quota; int64, units of 1 / ONE.
+
+    With sizes in descending order, the pair at place k is capped at 1 exactly if
+    ``size_k (q - k) >= size_k + size_{k+1} + ...``; so one sort solves for c. The sizes have mean 1
+    in every expert.
+    """
+    if int(quota_e.sum()) > _MAX_KEPT:
+        raise ValueError(f"{int(quota_e.sum())} kept pairs on one rank: allowed are {_MAX_KEPT}")
+    place_N, start_N, last_N = segments.place_N, segments.start_N, segments.last_N
+    quota_N = segments.spread(quota_e)
+    units_N = (size_N.double() * _MEAN_SIZE).round_().long().clamp_(1, _MAX_SIZE)
+    order_N = segments.sort(_MAX_SIZE - units_N)
+    units_N = units_N[order_N]
+    running_N = units_N.cumsum(0)
+    through_N = running_N - (running_N[start_N] - units_N[start_N])  # sum up to and with this pair
+    total_N = through_N[last_N]
+    rest_N = total_N - through_N
+    room_N = quota_N - place_N
+
+    # units * room >= units + rest, with a margin that keeps the probability of a free pair clear of
+    # 1 after rounding. The last place (room 1) goes to a pair for certain only if no other is left.
+    margin_N = torch.where(room_N > 1, rest_N >> 20, 0)
+    is_capped_N = (units_N * (room_N - 1) + margin_N >= rest_N) & (room_N > 0)
+    num_capped_e = place_N.new_zeros(len(segments.count_e)).scatter_reduce_(
+        0, segments.expert_N, torch.where(is_capped_N, place_N + 1, 0), "amax"
+    )
+    num_capped_N = num_capped_e[segments.expert_N]
+
+    # The free pairs divide what is left of the quota; rounding the running sum keeps it exact.
+    first_free_N = (start_N + num_capped_N).clamp_(max=max(units_N.shape[0] - 1, 0))
+    free_before_N = through_N[first_free_N] - units_N[first_free_N]
+    share_N = (through_N - free_before_N).double() / (total_N - free_before_N)
+    left_N = (quota_N - num_capped_N) * ONE
+    end_N = (share_N * left_N).round_().long()
+    begin_N = torch.where(place_N > num_capped_N, end_N.roll(1), 0)
+    pi_N = torch.where(place_N < num_capped_N, ONE, end_N - begin_N)
+    return torch.empty_like(pi_N).index_copy_(0, order_N, pi_N)
+
+
+def systematic_sample(
+    pi_N: torch.Tensor, order_N: torch.Tensor, start_e: torch.Tensor, segments: Segments
+) -> torch.Tensor:
+    """bool [N]: pairs where the running sum of ``pi``, from a random start, passes a whole number.
+
+    Args:
+        order_N: the order inside each expert in which the probabilities are laid end to end.
+        start_e: int64 in ``[0, ONE)``.
+    """
+    step_N = pi_N[order_N]
+    # Experts sum to whole numbers, so one running sum serves them all.
+    end_N = step_N.cumsum(0) + start_e[segments.expert_N]
+    passes_N = (end_N // ONE) > ((end_N - step_N) // ONE)
+    return torch.empty_like(passes_N).index_copy_(0, order_N, passes_N)
+
+
+def blocks(start_b: Int, length_b: Int, device: torch.device) -> torch.Tensor:
+    """Positions of consecutive runs: ``start[0], start[0]+1, ..., start[1], ...`` (int64)."""
+    shift_n = spread(start_b - (length_b.cumsum() - length_b), length_b, device)
+    return shift_n + torch.arange(shift_n.shape[0], device=device)
+
+
+def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -> torch.Tensor:
+    """Each value as often as its run is long. The total is known: no device sync."""
+    values, lengths = (
+        torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (values_b, length_b)
+    )
+    return values.repeat_interleave(lengths, output_size=int(length_b.sum()))
+
+
+def _descending(score_N: torch.Tensor) -> torch.Tensor:
+    """Integer keys that order non-negative scores from high to low: float bits are monotonic."""
+    score_N = score_N.float().nan_to_num(float("inf"), float("inf"))
+    return 0x7F800000 - score_N.abs().view(torch.int32).long()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,275 @@
+"""What a layer remembers between calls: settings, counters, the calls that may be recomputed.
+
+Shape letters: T = tokens, K = top-k, W = ranks, E = experts, V = instances.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lrmoe.config import Recalibration
+from lrmoe.exchange import Exchange
+from lrmoe.pairs import PairTable, count_token_rows
+from lrmoe.planner import Plan, PlanProblem, plan
+from lrmoe.planner.problem import Int
+from lrmoe.report import LayerReport, PairRecord, Tally
+from lrmoe.select import Selection
+
+_call_ids = itertools.count()
+# Losses of the tokens of the running backward pass, innermost context last. Backward passes of CUDA
+# run on other threads, which a context variable would not reach.
+_token_losses: list[torch.Tensor] = []
+
+
+@dataclass(eq=False, kw_only=True)
+class CallRecord:
+    """One differentiable layer call: all that a recomputation must not decide again."""
+
+    id: int
+    config: Recalibration
+    """The settings when the call was made: a change in between takes effect with the next call."""
+    step: int
+    micro_batch: int
+    top_k_index_TK: torch.Tensor
+    counts_WE: Int
+    plan: Plan
+    rows_WW: Int
+    """Unique token rows from each source (first) to each destination rank in the forward pass."""
+    selection: Selection | None = None
+    """Made in the forward pass (``draw="forward"``); replayed, never drawn again."""
+    was_replayed: bool = False
+
+
+class LayerState:
+    """Settings and memory of one MoE layer; framework-free programs keep one per layer.
+
+    Args:
+        config: the settings; ``None`` is exact training (rate 0).
+        layer: number of the layer, part of its random stream's key.
+    """
+
+    def __init__(self, config: Recalibration | None = None, layer: int = 0) -> None:
+        self.config = config if config is not None else Recalibration(rate=0.0)
+        self.layer = layer
+        self.step = 0
+        self.micro_batch = 0
+        self.tally = Tally(layer)
+        self.finished: Tally | None = None
+        self.captured: list[PairRecord] | None = None
+        self._calls: weakref.WeakValueDictionary[int, CallRecord] = weakref.WeakValueDictionary()
+
+    def finish_step(self) -> None:
+        """An optimizer step ends here: the next call belongs to the next step."""
+        self.step += 1
+        self.micro_batch = 0
+        self.finished, self.tally = self.tally, Tally(self.layer)
+
+    def report(self) -> LayerReport:
+        """Totals of the last finished step; of the running one if none is finished."""
+        return (self.finished or self.tally).report()
+
+    def generator(
+        self, purpose: str, exchange: Exchange, call: CallRecord, device: torch.device
+    ) -> torch.Generator:
+        """The random stream of one purpose in one layer call on one rank.
+
+        A stream shared between layers would correlate them: the output gradient of a layer already
+        depends on what later layers drew.
+        """
+        seed = self._key(purpose, call.step, call.micro_batch, exchange.global_rank)
+        return torch.Generator(device).manual_seed(seed)
+
+    def find_call(self, call_id: int) -> CallRecord:
+        """The record with this id, which lives as long as the autograd graph it belongs to."""
+        return self._calls[call_id]
+
+    def begin_call(
+        self,
+        exchange: Exchange,
+        top_k_index_TK: torch.Tensor,
+        pairs: PairTable,
+        num_experts: int,
+        *,
+        is_differentiable: bool,
+    ) -> CallRecord:
+        """Count, agree and plan (one collective, one host sync), or replay the plan made before.
+
+        Raises:
+            ValueError: on every rank, if some rank's expert ids are out of range.
+            RuntimeError: on every rank, if a recomputation under activation checkpointing does not
+                route as the first forward did.
+        """
+        if is_differentiable and torch._C._current_graph_task_id() != -1:
+            replayed = self._replay(exchange, top_k_index_TK)
+            if replayed is not None:
+                return replayed
+        counts_WE, rows_WW = _gather_counts(
+            exchange, top_k_index_TK, pairs, num_experts, is_differentiable
+        )
+        started = time.perf_counter()
+        record = CallRecord(
+            id=next(_call_ids),
+            config=self.config,
+            step=self.step,
+            micro_batch=self.micro_batch,
+            top_k_index_TK=top_k_index_TK,
+            counts_WE=counts_WE,
+            plan=plan(self._problem(counts_WE, is_differentiable, exchange)),
+            rows_WW=rows_WW,
+        )
+        if is_differentiable:
+            self.tally.add(plan_us=(time.perf_counter() - started) * 1e6)
+            self.micro_batch += 1
+            self._calls[record.id] = record
+            plan_ = record.plan
+            self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
+        return record
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to draw the samples the interrupted one would have drawn."""
+        return {"step": self.step, "micro_batch": self.micro_batch}
+
+    def load_state_dict(self, values: dict[str, int]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.step, self.micro_batch = int(values["step"]), int(values["micro_batch"])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
+        """A copied model starts with the same settings and counters, and no pending calls."""
+        copy = LayerState(self.config, self.layer)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "layer": self.layer, **self.state_dict()}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__init__(values["config"], values["layer"])  # type: ignore[misc]
+        self.load_state_dict(values)
+
+    def _problem(self, counts_WE: Int, is_differentiable: bool, exchange: Exchange) -> PlanProblem:
+        config = self.config
+        rate = config.rate_at(self.step if is_differentiable else 0)
+        needs_random_shares = config.is_unbiased and config.effective_scope == "local"
+        return PlanProblem(
+            counts_WE=counts_WE,
+            rate=rate,
+            placement=config.placement,
+            quotas=config.quotas,
+            scope=config.effective_scope,
+            share_seed=(
+                self._key("share", self.step, self.micro_batch, exchange.group_key)
+                if needs_random_shares
+                else None
+            ),
+        )
+
+    def _key(self, *parts: object) -> int:
+        text = repr((self.config.seed, self.layer, *parts)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    def _replay(self, exchange: Exchange, top_k_index_TK: torch.Tensor) -> CallRecord | None:
+        """The call that the running backward pass recomputes; ``None`` under reentrant
+        checkpointing, whose first forward has no graph and so left no call to replay."""
+        # Of two calls with the same routing the latest, whose backward pass usually comes first;
+        # one that was replayed already comes again only under retain_graph.
+        calls = sorted(self._calls.values(), key=lambda call: (call.was_replayed, -call.id))
+        found = next(
+            (c for c in calls if torch.equal(c.top_k_index_TK, top_k_index_TK)),
+            None,
+        )
+        outcome = 1 if found is not None else (2 if calls else 0)
+        # One small collective and host sync, so that a mismatch ends every rank and hangs none.
+        outcomes = exchange.all_gather_counts(
+            torch.tensor([outcome], device=top_k_index_TK.device)
+        )[:, 0]
+        if outcomes.max() == 2 or outcomes.min() != outcomes.max():
+            raise RuntimeError(
+                f"layer {self.layer}: the recomputation under activation checkpointing routes "
+                "differently from the first forward (per rank, 1 = same routing: "
+                f"{outcomes.tolist()}). The router must be deterministic: check dropout, and state "
+                "changed between forward and backward"
+            )
+        if found is not None:
+            found.was_replayed = True
+        return found
+
+
+def _gather_counts(
+    exchange: Exchange,
+    top_k_index_TK: torch.Tensor,
+    pairs: PairTable,
+    num_experts: int,
+    is_differentiable: bool,
+) -> tuple[Int, Int]:
+    """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none."""
+    W, device = exchange.num_ranks, top_k_index_TK.device
+    is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
+    expert_N = pairs.expert_N.clamp(0, num_experts - 1)
+    home_N = expert_N // (num_experts // W)
+    _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
+    flags = torch.stack([is_outside_N.sum(), torch.tensor(int(is_differentiable), device=device)])
+    counts_E = torch.bincount(expert_N, minlength=num_experts)
+    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, flags]))
+    outside_W, differentiable_W = gathered[:, -2], gathered[:, -1]
+    if outside_W.any():
+        raise ValueError(
+            f"top_k_index: allowed are expert ids 0 <= id < {num_experts}; ids outside per rank: "
+            f"{outside_W.tolist()}"
+        )
+    if differentiable_W.min() != differentiable_W.max():
+        raise ValueError(
+            "some ranks run this layer with gradients and some without (per rank: "
+            f"{differentiable_W.tolist()}); all ranks must do the same"
+        )
+    return gathered[:, :num_experts], gathered[:, num_experts : num_experts + W]
+
+
+def pairs_by_rank(plan_: Plan, pairs_WV: Int) -> Int:
+    """Pairs per source and instance -> per source and computing rank, [W, W]."""
+    W = len(pairs_WV)
+    ends_W = np.searchsorted(plan_.instance_rank_V, np.arange(W), side="right")
+    running = np.concatenate([np.zeros((W, 1), np.int64), pairs_WV.cumsum(1)], axis=1)
+    return np.diff(running[:, np.concatenate([[0], ends_W])], axis=1)
+
+
+@contextmanager
+def token_losses(loss_T: torch.Tensor) -> Iterator[None]:
+    """Hand the tokens' losses to ``selection="token_loss"``; wrap the backward pass in it.
+
+    Args:
+        loss_T: float, one per token in the order the layers see them, shape [T].
+    """
+    _token_losses.append(loss_T.detach())
+    try:
+        yield
+    finally:
+        _token_losses.pop()
+
+
+def current_token_losses(num_tokens: int) -> torch.Tensor:
+    """The losses of the innermost :func:`token_losses`.
+
+    Raises:
+        ValueError: if there are none, or not one per token.
+    """
+    if not _token_losses:
+        raise ValueError(
+            "selection='token_loss' needs the tokens' losses: run the backward pass inside "
+            "'with lrmoe.token_losses(loss_T)'"
+        )
+    loss_T = _token_losses[-1].reshape(-1)
+    if loss_T.shape[0] != num_tokens:
+        raise ValueError(
+            f"token_losses has {loss_T.shape[0]} losses, this layer {num_tokens} tokens"
+        )
+    return loss_T
