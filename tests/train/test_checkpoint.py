@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lrmoe import Recalibration
 from lrmoe.training import checkpoint, job
@@ -19,6 +20,7 @@ def short_run(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("short") / "run"
     training = {"max_steps": 6, "save_steps": 2, "logging_steps": 2}
     settings = with_(replace(tiny, run_dir=str(root)), training=training)
+    torch.set_num_threads(1)  # as in the tests: sums depend on it in the last bits
     assert job.run(settings).completed
     return settings
 
@@ -100,7 +102,7 @@ def test_logs_are_cut_back_to_the_checkpoint(resumed, short_run):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"training": {"seed": 1}}, "training.seed=1: the checkpoint step-00000006 was trained with 0"),
+        ({"training": {"seed": 1}}, "training.seed=1: the checkpoint step-00000006 was"),
         ({"training": {"learning_rate": 1.0}}, "training.learning_rate=1.0"),
         ({"training": {"per_device_train_batch_size": 4}}, "blocks per step"),
         ({"data": {"block_size": 16}}, "data.block_size=16"),
@@ -111,9 +113,7 @@ def test_logs_are_cut_back_to_the_checkpoint(resumed, short_run):
     ],
 )
 def test_a_resume_that_does_not_fit_is_refused_by_name(resumed, changes, sentence):
-    changes = {"training": {"max_steps": 8}, **changes}
-    if "training" in changes:
-        changes["training"] = {"max_steps": 8, **changes["training"]}
+    changes = {**changes, "training": {"max_steps": 8, **changes.get("training", {})}}
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         job.run(with_(resumed, **changes))
     assert sentence in str(refused.value)
