@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from lrmoe.compute import Gradients
-from lrmoe.dispatch import Announced, Splits, instance_ranks
+from lrmoe.dispatch import Announced, Splits, instance_ranks, rows_to_others
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import scratch_bytes
 from lrmoe.pairs import PairTable
-from lrmoe.planner.problem import Int, Plan
+from lrmoe.planner.problem import Plan
 from lrmoe.report import PairRecord, Span, Tally
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, pairs_by_rank
@@ -70,7 +70,7 @@ def account_forward(
     tally.spans.append(("fwd_ms", span))
     tally.add(
         gemm_rows_fwd=gemm_rows,
-        payload_rows_fwd=rows_sent(splits.send_rows_W, exchange),
+        payload_rows_fwd=int(rows_to_others(splits.send_rows_W, exchange.rank)),
         bytes_fwd=exchange.take_sent_bytes(),
     )
     tally.hold(
@@ -99,7 +99,7 @@ def account_backward(
     tally.score_mass.append((lrm_N[selection.kept_P].sum(), lrm_N.sum()))
     tally.add(
         gemm_rows_bwd=announced.row_P.shape[0],
-        payload_rows_bwd=rows_sent(announced.splits.send_rows_W, exchange),
+        payload_rows_bwd=int(rows_to_others(announced.splits.send_rows_W, exchange.rank)),
         rows_slack=announced.rows_slack,
         bytes_bwd=exchange.take_sent_bytes(),
     )
@@ -110,8 +110,3 @@ def account_backward(
         ),
         workspace=scratch_bytes(),
     )
-
-
-def rows_sent(rows_W: Int, exchange: Exchange) -> int:
-    """Rows that go to other ranks."""
-    return int(rows_W.sum() - rows_W[exchange.rank])

@@ -7,6 +7,7 @@ R = pairs received, D = model dim, W = ranks, V = instances, e = instances on th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class Announced:
     row_P: torch.Tensor  # experts: int32, expert-major
     forward_P: torch.Tensor  # experts: int32 place among the pairs of the forward pass
     coef_P: torch.Tensor  # experts: routing weight times selection weight
-    rows_slack: torch.Tensor  # padding rows this rank sends
+    rows_slack: torch.Tensor  # padding rows this rank sends to others
     kept_WV: Int  # kept pairs of each source at each instance
     splits: Splits
 
@@ -228,8 +229,13 @@ def announce_kept(
         splits=splits,
         kept_WV=kept_WV,
         # Stays on the device: nothing waits for it before the report does.
-        rows_slack=int(splits.send_rows_W.sum()) - rows_W.sum(),
+        rows_slack=int(rows_to_others(splits.send_rows_W, rank)) - rows_to_others(rows_W, rank),
     )
+
+
+def rows_to_others(rows_W: Any, rank: int) -> Any:
+    """Rows that go to other ranks, of an array or a tensor."""
+    return rows_W.sum() - rows_W[rank]
 
 
 def _backward_splits(
