@@ -13,7 +13,6 @@ from lrmoe.dispatch import Announced, Splits, instance_ranks, rows_to_others
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import scratch_bytes
 from lrmoe.pairs import PairTable
-from lrmoe.planner.problem import Plan
 from lrmoe.report import PairRecord, Span, Tally
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, pairs_by_rank
@@ -31,19 +30,20 @@ def scatter_pairs(
 
 def pair_record(
     saved: dict[str, torch.Tensor],
-    plan: Plan,
+    record: CallRecord,
     exchange: Exchange,
     pairs: PairTable,
     selection: Selection,
     lrm_N: torch.Tensor,
 ) -> PairRecord:
     """Every pair of a layer call, [T, K] each."""
-    p_TK = saved["p_TK"]
+    p_TK, plan = saved["p_TK"], record.plan
     rank_N = instance_ranks(plan, plan.forward_WV[exchange.rank], p_TK.device)
     flat_rank = torch.empty_like(rank_N).index_copy_(0, pairs.flat_N, rank_N)
     weight_TK = scatter_pairs(selection.weight_P, pairs, selection, p_TK)
     forward_rank_TK = flat_rank.view(p_TK.shape)
     return PairRecord(
+        call=record.number,
         expert=saved["top_k_index_TK"].clone(),
         score=torch.empty_like(lrm_N).index_copy_(0, pairs.flat_N, lrm_N).view(p_TK.shape).float(),
         kept=weight_TK > 0,
