@@ -561,8 +561,10 @@ def two_forwards(rank: int, case: Case) -> Any:
         order = (0, 1) if first_first else (1, 0)
         for i in order:
             outputs[i].backward(case.grad)
-        # recorded in the order of the calls; reentrant checkpointing calls in the backward pass
-        records = [state.captured[order.index(i) if reentrant else i] for i in (0, 1)]
+        # Recorded in the order of the calls. Reentrant checkpointing calls in the backward pass; of
+        # two calls that are alike, the other kind takes the last for the first to be recomputed.
+        is_reversed = not first_first if reentrant else first_first and same_everywhere
+        records = state.captured[::-1] if is_reversed else state.captured
         results.append(
             (
                 [c.expert for c in cases],

@@ -113,8 +113,11 @@ def _time_split(rows: list[dict[str, Any]]) -> Figure:
         labels=["MoE layers forward", "MoE layers backward", "everything else"],
         colors=list(_COLORS.values()),
     )
-    axes.set(xlabel="step", ylabel="ms per step", title="Time of a step")
-    axes.legend(loc="lower right")
+    # Room for the legend above what is drawn.
+    axes.set(
+        xlabel="step", ylabel="ms per step", title="Time of a step", ylim=(0, 1.2 * step_ms.max())
+    )
+    axes.legend(loc="upper center", ncols=3, fontsize="small")
     return figure
 
 
