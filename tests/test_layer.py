@@ -208,6 +208,9 @@ def test_norms_accumulate_in_float32(dtype):
     case = make_case(hidden=4096, width=8, num_tokens=4).to(dtype)
     case = case._replace(grad=torch.full_like(case.grad, 0.01))
     (record,) = run_layer(case, Recalibration(rate=0.5, selection="top")).records
+    norm_sq_T, is_bad_T = score.row_norm_sq(case.grad)
+    assert relative_error(norm_sq_T, case.grad.double().square().sum(1)) < 1e-6
+    assert not is_bad_T.any()
     exact = oracle.lrm_brute(*case)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # of h, which bfloat16 rounds
     torch.testing.assert_close(record.score.double(), exact, rtol=tolerance, atol=0)

@@ -109,7 +109,8 @@ class TestRunDirectory:
             assert label in output
 
     def test_plots_are_drawn(self, exact_run):
-        assert (exact_run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
+        for name in ("loss", "expert_load", "backward_fraction", "time_split", "overview"):
+            assert (exact_run / f"plots/{name}.png").read_bytes().startswith(b"\x89PNG")
 
     def test_export_loads_without_this_package(self, exact_run, tiny):
         model = AutoModelForCausalLM.from_pretrained(exact_run / "final")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lrmoe.bench.settings import LayerBench
 
-_WIDTH = 132  # where output goes to a file or a pipe, which have no width of their own
+_WIDTH = 140  # where output goes to a file or a pipe, which have no width of their own
 _NOTES = (
     "Medians over rounds of the slowest rank. /hf, /floor: median of the rounds' own ratios;",
     "cpu: by the ranks' own CPU time, which other programs on the same cores do not change. MB",
