@@ -799,6 +799,21 @@ def test_a_call_outside_the_checkpoint_does_not_disturb_the_recomputation(throug
     held.sum().backward()
 
 
+@pytest.mark.parametrize("draw", ["backward", "forward"])
+def test_a_call_outside_the_checkpoint_is_never_taken_for_the_recomputed_one(draw):
+    # the same routing, later, and alive: only its lack of a checkpoint tells it apart
+    case, grads = make_case(num_tokens=40), []
+    for through in (lambda fn, x: fn(x), partial(checkpoint, use_reentrant=False)):
+        state = LayerState(Recalibration(rate=0.5, draw=draw))
+        x = case.x.clone().requires_grad_()
+        output = through(lambda x, state=state: experts(x, *case[1:5], state=state), x)
+        held = experts(case.x.clone().requires_grad_(), *case[1:5], state=state)
+        output.backward(case.grad)
+        grads.append(x.grad)
+        del held
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_recomputation_that_routes_differently_is_an_error(early_stop):
     case, calls = make_case(), []

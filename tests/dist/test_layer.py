@@ -613,7 +613,12 @@ def skewed_steps(rank: int, case: Case) -> Any:
 
 
 def repeated(rank: int, case: Case) -> Any:
-    """The same call twice, bit for bit; and draws of other ranks' and seeds' streams."""
+    """The same call twice, bit for bit; and draws of other ranks' and seeds' streams.
+
+    Both ranks have the same tokens, so that only their streams differ.
+    """
+    same_tokens = make_case(40, num_experts=6)
+    case = same_tokens._replace(gate_up=case.gate_up, down=case.down)
     configs = [
         Recalibration(rate=0.5, selection=rule, seed=seed)
         for rule in ("sampled", "random", "random_unbiased")
@@ -743,6 +748,8 @@ def test_twenty_skewed_steps_end_and_issue_the_same_collectives(behaviour):
 def test_draws_repeat_and_differ_between_ranks_and_seeds(behaviour):
     both = behaviour("repeated")
     assert all(same for same, _ in both)
+    for a, b in zip(*(kept for _, kept in both), strict=True):
+        assert not torch.equal(a, b)
     for _, kept in both:
         for again, other in zip(kept[::3], kept[2::3], strict=True):
             assert not torch.equal(again, other)
@@ -837,14 +844,15 @@ def _two(
 # ---- four ranks --------------------------------------------------------------------------------
 
 
-def _four(rank: int, world_size: int, jobs: Sequence[Job]) -> tuple[list[Done], torch.Tensor]:
-    """As one of four ranks: the jobs, and a draw in two groups of two that see the same data."""
+def _four(rank: int, world_size: int, jobs: Sequence[Job]) -> tuple[list[Done], list[torch.Tensor]]:
+    """As one of four ranks: the jobs, and draws in two groups of two that see the same data."""
     done = run_jobs(rank, world_size, jobs)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     place = rank % 2
     case = make_case(30, num_experts=6, seed=place)
-    run = run_layer(local(case, place, 2), Recalibration(rate=0.5), group=pairs[rank // 2])
-    return done, run.records[0].kept
+    configs = [Recalibration(rate=0.5, scope=scope) for scope in ("local", "global")]
+    runs = [run_layer(local(case, place, 2), c, group=pairs[rank // 2]) for c in configs]
+    return done, [run.records[0].kept for run in runs]
 
 
 @pytest.mark.slow
@@ -870,7 +878,7 @@ def test_four_ranks():
     by_job = zip(*(done for done, _ in results), strict=True)
     for job, done in zip(jobs, by_job, strict=True):
         check_job(job, done)
-    kept = [kept for _, kept in results]
     # the same experts, routing and data in another group: the streams must differ
-    assert not torch.equal(kept[0], kept[2])
-    assert not torch.equal(kept[1], kept[3])
+    for one, other in ((0, 2), (1, 3)):
+        for a, b in zip(results[one][1], results[other][1], strict=True):
+            assert not torch.equal(a, b)
