@@ -10,7 +10,7 @@ e = experts on this rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +22,16 @@ from lrmoe.account import account_backward, account_forward, pair_record, scatte
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.gated import Activation
-from lrmoe.pairs import PairTable, sort_pairs
+from lrmoe.pairs import (
+    ArrivalOrder,
+    PairTable,
+    forward_instances,
+    message_order,
+    sort_pairs,
+)
 from lrmoe.recalibrate import choose_pairs, router_gradient
+from lrmoe.replicas import SLOTS, add_replica_gradients, replicas_needed
+from lrmoe.planner.problem import Int, Plan
 from lrmoe.report import Span
 from lrmoe.score import lrm, row_norm_sq
 from lrmoe.select import Selection
@@ -132,21 +140,25 @@ class _RecalibratedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         state, exchange, record, pairs = call.state, call.exchange, call.record, call.pairs
         config, plan, T = record.config, record.plan, x_TD.shape[0]
-        weights = compute.Experts(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF, act=call.act)
+        home = compute.Weights(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF)
+        local = _local_experts(record, exchange, home, call.act, plan.forward_WV)
         p_N = p_TK.reshape(-1)[pairs.flat_N]
+        pairs_V = plan.forward_WV[exchange.rank]
+        instance_N = forward_instances(plan, pairs_V, x_TD.device)
+        sending = message_order(plan, instance_N, pairs_V, x_TD.device)
         splits = dispatch.Splits.of(
             exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW
         )
         returns_pairs = config.router_grad == "exact" and call.is_differentiable
 
-        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, plan, splits, exchange)
+        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
-        work = compute.forward_experts(
-            arrived.x_UD, arrived.row_R, scale_R, arrived.order.offsets_e, weights
-        )
+        groups = _groups(arrived.order, plan.forward_WV, plan, exchange)
+        work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, groups, local)
         y_TKD = None
         if returns_pairs:
-            y_ND = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_MD = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_ND = sending.to_expert_major(y_MD)
             y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
             y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
             output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
@@ -157,7 +169,8 @@ class _RecalibratedExperts(torch.autograd.Function):
         if not call.is_differentiable:
             return output_TD
 
-        h_norm_sq_N = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_M = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_N = sending.to_expert_major(h_norm_sq_M)
         saved = {
             "call_id": torch.tensor(record.id),
             "p_TK": p_TK,
@@ -170,24 +183,27 @@ class _RecalibratedExperts(torch.autograd.Function):
         if config.draw == "forward":
             if record.selection is None:
                 record.selection = choose_pairs(
-                    p_N, None, h_norm_sq_N, pairs, record, state, splits, exchange
+                    p_N, None, h_norm_sq_N, pairs, record, state, exchange
                 )
             announced = dispatch.announce_kept(
-                record.selection, p_N, pairs, plan, splits, T, config.rows, exchange
+                record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
             )
-            if not plan.keeps_all:
-                x_UD, gate_up_R2F = compute.compact_saved(
-                    x_UD,
-                    arrived.row_R,
-                    gate_up_R2F,
-                    announced.row_P,
-                    announced.forward_P,
-                    num_rows=int(announced.splits.receive_rows_W.sum()),
+            if not (plan.keeps_all and plan.backward_is_forward):
+                kept, x_UD, gate_up_R2F = _kept_pairs(
+                    announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
                 )
+                num_rows = int(announced.splits.receive_rows_W.sum())
+                x_UD, gate_up_R2F = compute.compact_saved(x_UD, gate_up_R2F, kept, num_rows)
             saved |= announced.tensors()
-            ctx.backward_splits = announced.host()
+            ctx.backward_splits = (
+                announced.kept_WV,
+                announced.splits,
+                announced.num_moved,
+            )
         else:
             saved["row_R"] = arrived.row_R
+            if not plan.is_home_only:
+                saved["x_TD"] = x_TD  # the inputs of pairs that move travel in the backward pass
         saved["x_UD"] = x_UD
         if config.save == "activations":
             saved["gate_up_R2F"] = gate_up_R2F
@@ -212,9 +228,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         record = state.find_call(int(saved["call_id"]))
         config, plan, T = record.config, record.plan, grad_TD.shape[0]
         span = Span(grad_TD.device, exchange.num_ranks)
-        weights = compute.Experts(
-            gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"], act=act
-        )
+        home = compute.Weights(gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"])
         pairs = sort_pairs(saved["top_k_index_TK"])
         p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]
         grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
@@ -222,9 +236,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         if "row_P" in saved:  # drawn in the forward pass
             assert record.selection is not None
             selection = record.selection
-            announced = dispatch.Announced.restore(saved, ctx.backward_splits)
-            x_row_P = announced.row_P
-            gate_up_row_P = _arange(x_row_P)
+            announced = dispatch.Announced.restore(saved, *ctx.backward_splits)
         else:
             selection = choose_pairs(
                 p_N,
@@ -233,34 +245,34 @@ class _RecalibratedExperts(torch.autograd.Function):
                 pairs,
                 record,
                 state,
-                ctx.splits,
                 exchange,
             )
             announced = dispatch.announce_kept(
-                selection, p_N, pairs, plan, ctx.splits, T, config.rows, exchange
+                selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange
             )
-            x_row_P = saved["row_R"].index_select(0, announced.forward_P)
-            gate_up_row_P = announced.forward_P
+        _check_version(state, record)
+        local = _local_experts(record, exchange, home, act, announced.kept_WV)
         order = announced.order(plan, exchange.rank)
-        kept = compute.KeptPairs(
-            row_P=announced.row_P,
-            x_row_P=x_row_P,
-            gate_up_row_P=gate_up_row_P,
-            coef_P=announced.coef_P,
-            offsets_e=order.offsets_e,
+        kept, x_UD, gate_up_R2F = _kept_pairs(
+            announced,
+            saved.get("row_R"),
+            saved["x_UD"],
+            saved.get("gate_up_R2F"),
+            plan,
+            exchange,
+            local,
         )
         grad_UD = dispatch.send_rows(
             grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
         )
-        if "gate_up_R2F" not in saved:
-            saved["gate_up_R2F"] = compute.recompute_gate_up(saved["x_UD"], kept, weights)
-            kept = replace(kept, gate_up_row_P=_arange(kept.row_P))
+        if gate_up_R2F is None:
+            gate_up_R2F = compute.recompute_gate_up(x_UD, kept.x_row_P, kept.groups, local)
         grads = compute.backward_experts(
             grad_UD,
-            saved["x_UD"],
-            saved["gate_up_R2F"],
+            x_UD,
+            gate_up_R2F,
             kept,
-            weights,
+            local,
             needs_x=needs_x,
             needs_gate_up=needs_gate_up,
             needs_down=needs_down,
@@ -274,8 +286,10 @@ class _RecalibratedExperts(torch.autograd.Function):
             # Dropping pairs must not hide an overflow from the layers before.
             grad_x_TD.masked_fill_(is_bad_T[:, None], float("nan"))
         if needs_p:
-            inner_P = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            inner_M = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            inner_P = announced.to_kept_order(inner_M)
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
+        grad_gate_up, grad_down = _gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
@@ -284,7 +298,118 @@ class _RecalibratedExperts(torch.autograd.Function):
         )
         if state.captured is not None:
             state.captured.append(pair_record(saved, plan, exchange, pairs, selection, lrm_N))
-        return grad_x_TD, grad_p_TK, grads.gate_up_e2FD, grads.down_eDF, None, None
+        return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
+
+
+def _local_experts(
+    record: CallRecord,
+    exchange: Exchange,
+    home: compute.Weights,
+    act: Activation | None,
+    pairs_WV: Int,
+) -> compute.Experts:
+    """The instances on this rank; starts sending the weights of replicas that have pairs."""
+    plan = record.plan
+    needed_V = pairs_WV.sum(0) > 0
+    if plan.is_home_only or not replicas_needed(plan, needed_V):
+        return compute.Experts(home=home, replicas=None, act=act)
+    arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)
+    return compute.Experts(home=home, replicas=arriving, act=act)
+
+
+def _groups(
+    order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange
+) -> compute.Groups:
+    here = dispatch.local_instances(plan, exchange.rank)
+    home = slice(here.start, here.start + len(plan.quota_E) // exchange.num_ranks)
+    return compute.Groups(offsets_e=order.offsets_e, home_rows=int(pairs_WV[:, home].sum()))
+
+
+def _kept_pairs(
+    announced: dispatch.Announced,
+    row_R: torch.Tensor | None,
+    x_UD: torch.Tensor,
+    gate_up_R2F: torch.Tensor | None,
+    plan: Plan,
+    exchange: Exchange,
+    local: compute.Experts,
+) -> tuple[compute.KeptPairs, torch.Tensor, torch.Tensor | None]:
+    """The kept pairs on this rank, and the saved state they point into.
+
+    The state of a pair that moved here is made now: its input arrived with the announcement, and
+    its gate_up outputs are recomputed from it.
+
+    Args:
+        row_R: input row of each pair of the forward pass; ``None``: the state holds the kept pairs
+            alone, in their order.
+        gate_up_R2F: ``None`` where it is recomputed for all kept pairs.
+    """
+    order = announced.order(plan, exchange.rank)
+    groups = _groups(order, announced.kept_WV, plan, exchange)
+    in_order_P = _arange(announced.row_P)
+    if row_R is None:
+        x_row_P, gate_up_row_P = announced.row_P, in_order_P
+    elif announced.moved_x_UD is None:
+        x_row_P = row_R.index_select(0, announced.forward_P)
+        gate_up_row_P = announced.forward_P
+    else:
+        assert announced.moved_row_P is not None
+        is_moved_P = announced.forward_P < 0
+        forward_P = announced.forward_P.clamp(min=0)
+        stayed_row_P = row_R[forward_P] if len(row_R) else announced.moved_row_P
+        x_row_P = torch.where(is_moved_P, announced.moved_row_P + len(x_UD), stayed_row_P)
+        x_row_P = x_row_P.to(torch.int32)
+        x_UD = torch.cat([x_UD, announced.moved_x_UD])
+        gate_up_row_P = forward_P
+        if gate_up_R2F is not None:
+            moved_M = is_moved_P.nonzero().squeeze(1)  # device sync
+            moved = compute.Groups(
+                offsets_e=_count_through(moved_M, groups.offsets_e),
+                home_rows=int((moved_M < groups.home_rows).sum()),
+            )
+            moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
+            gate_up_row_P = gate_up_row_P.index_copy(
+                0, moved_M, len(gate_up_R2F) + _arange(moved_M)
+            )
+            gate_up_R2F = torch.cat([gate_up_R2F, moved_gate_up])
+    kept = compute.KeptPairs(
+        row_P=announced.row_P,
+        x_row_P=x_row_P,
+        gate_up_row_P=in_order_P if gate_up_R2F is None else gate_up_row_P,
+        coef_P=announced.coef_P,
+        groups=groups,
+    )
+    return kept, x_UD, gate_up_R2F
+
+
+def _count_through(row_M: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    """How many of the ascending rows lie before each end: inclusive ends of the subset, int32."""
+    return torch.searchsorted(row_M, ends_e.long(), right=False).to(torch.int32)
+
+
+def _gradients_home(
+    grads: compute.Gradients, plan: Plan, kept_WV: Int, exchange: Exchange
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weight gradients of the home experts, their replicas' included."""
+    needed_V = kept_WV.sum(0) > 0
+    home = [grads.gate_up_e2FD, grads.down_eDF]
+    if plan.is_home_only or not replicas_needed(plan, needed_V):
+        return home[0], home[1]
+    away = (grads.replica_gate_up_s2FD, grads.replica_down_sDF)
+    for i, (grad, replica_grad) in enumerate(zip(home, away, strict=True)):
+        if grad is not None:
+            home[i] = add_replica_gradients(grad, replica_grad, plan, needed_V, exchange)
+    return home[0], home[1]
+
+
+def _check_version(state: LayerState, record: CallRecord) -> None:
+    """Replicas are copies of the parameters at the forward pass; refuse any other's gradient."""
+    if state.version != record.version and not record.plan.is_home_only:
+        raise RuntimeError(
+            f"layer {state.layer}: the parameters changed between the forward and the backward pass "
+            f"(version {record.version} -> {state.version}: an optimizer step or a loaded state); "
+            "run the backward pass first"
+        )
 
 
 def _router_gradient(
