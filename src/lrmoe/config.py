@@ -135,8 +135,11 @@ class Recalibration:
                 "rows='static' with scope='global': the kept pairs per rank are not known when the "
                 "plan is made; use scope='local' or rows='exact'"
             )
-        if not 0 <= self.min_inclusion <= 1:
-            raise ValueError(f"min_inclusion={self.min_inclusion!r}: allowed is 0 <= value <= 1")
+        rho = self.min_inclusion
+        if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 <= rho <= 1:
+            raise ValueError(f"min_inclusion={rho!r}: allowed is 0 <= value <= 1")
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"budget={self.budget!r}: must be a Budget")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: must be an integer")
 
@@ -174,17 +177,20 @@ class Recalibration:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recalibration:
         """The inverse of :meth:`to_dict`; an unknown key is an error naming the nearest one."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = get_close_matches(key, known, n=1)
-                hint = (
-                    f"; did you mean {near[0]!r}?" if near else f"; allowed are {', '.join(known)}"
-                )
-                raise ValueError(f"lrmoe setting {key!r} is unknown{hint}")
+        _refuse_unknown("lrmoe setting", values, cls)
         if isinstance(values.get("budget"), dict):
+            _refuse_unknown("lrmoe budget", values["budget"], Budget)
             values = values | {"budget": Budget(**values["budget"])}
         return cls(**values)
+
+
+def _refuse_unknown(what: str, values: dict[str, Any], of: type[Budget | Recalibration]) -> None:
+    known = [f.name for f in fields(of)]
+    for key in values:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; allowed are {', '.join(known)}"
+            raise ValueError(f"{what} {key!r} is unknown{hint}")
 
 
 def _checked_rate(rate: Any) -> float | tuple[tuple[int, float], ...]:

@@ -373,5 +373,6 @@ def _pack(*columns: torch.Tensor) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """The columns of :func:`_pack`."""
     width = dtype.itemsize // 4
-    real = packed[:, -width:].contiguous().view(dtype)[:, 0]
+    # clone: contiguous() of no rows keeps an offset that a float64 view cannot have
+    real = packed[:, -width:].clone(memory_format=torch.contiguous_format).view(dtype)[:, 0]
     return [*(packed[:, i].contiguous() for i in range(packed.shape[1] - width)), real]

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from lrmoe.planner.problem import Int
 
+# torch 2.13 renamed it, and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Exchange:
     """Collectives of one expert-parallel group, and the bytes this rank sent through it.
@@ -35,7 +38,7 @@ class Exchange:
         if self.num_ranks == 1:
             return counts.cpu().numpy()[None]
         gathered = counts.new_empty(self.num_ranks * counts.shape[0])
-        dist.all_gather_into_tensor(gathered, counts, group=self.group)
+        _all_gather(gathered, counts, group=self.group)
         return gathered.view(self.num_ranks, -1).cpu().numpy()
 
     def all_to_all(

@@ -42,6 +42,7 @@ _ACTIVATIONS: dict[str, Activation | None] = {
     "gelu": torch.nn.functional.gelu,
     "relu": torch.nn.functional.relu,
 }
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def experts(
@@ -470,8 +471,10 @@ def _check(
             fail(
                 f"{name}.device", t.device, f"must be that of hidden_states, {hidden_states.device}"
             )
-    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+    if top_k_index.dtype not in _INDEX_DTYPES:
         fail("top_k_index.dtype", top_k_index.dtype, "must be an integer dtype")
+    if top_k_index.device != hidden_states.device:
+        fail("top_k_index.device", top_k_index.device, f"must be {hidden_states.device}")
     T, D = hidden_states.shape
     if top_k_index.ndim != 2 or top_k_index.shape[0] != T or top_k_index.shape[1] < 1:
         fail("top_k_index.shape", tuple(top_k_index.shape), f"must be [{T} tokens, K >= 1]")
@@ -480,7 +483,7 @@ def _check(
             "top_k_weights.shape", tuple(top_k_weights.shape), f"must be {tuple(top_k_index.shape)}"
         )
     e, F2, D_in = gate_up_proj.shape
-    if F2 % 2 or D_in != D:
+    if e < 1 or F2 % 2 or D_in != D:
         fail("gate_up_proj.shape", tuple(gate_up_proj.shape), f"must be [experts, 2 * F, {D}]")
     if down_proj.shape != (e, D, F2 // 2):
         fail("down_proj.shape", tuple(down_proj.shape), f"must be {(e, D, F2 // 2)}")
@@ -490,5 +493,5 @@ def _check(
             down_proj.dtype,
             f"must be that of gate_up_proj, {gate_up_proj.dtype}",
         )
-    if isinstance(act, str) and act not in _ACTIVATIONS:
+    if act not in _ACTIVATIONS if isinstance(act, str) else not callable(act):
         fail("act", repr(act), f"allowed are {', '.join(map(repr, _ACTIVATIONS))}, or a function")

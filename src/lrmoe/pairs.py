@@ -35,7 +35,10 @@ class PairTable:
 
 def sort_pairs(top_k_index_TK: torch.Tensor) -> PairTable:
     """The pairs of a routing result, sorted by expert."""
-    sorted_ids = torch.sort(top_k_index_TK.reshape(-1).to(torch.int32), stable=True)
+    flat_ids = top_k_index_TK.reshape(-1)
+    if flat_ids.dtype == torch.int64:  # an id beyond int32 must stay an invalid one
+        flat_ids = flat_ids.clamp(-1, (1 << 31) - 1)
+    sorted_ids = torch.sort(flat_ids.to(torch.int32), stable=True)
     return PairTable(
         flat_N=sorted_ids.indices,
         token_N=sorted_ids.indices // max(top_k_index_TK.shape[1], 1),

@@ -67,7 +67,7 @@ def write_page(runs: Sequence[Path], page: Path) -> Path:
     parts = [
         f"<h1>{'Run' if len(runs) == 1 else 'Runs'} {html.escape(', '.join(names))}</h1>",
         "<h2>Summary</h2>",
-        _table([""] + names, _summary_rows([_summary(d) for d in directories])),
+        _table(["", *names], _summary_rows([_summary(d) for d in directories])),
     ]
     configs = [_config(d) for d in directories]
     if len(runs) > 1:

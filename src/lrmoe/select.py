@@ -197,9 +197,13 @@ def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -
 
 
 def _descending(score_N: torch.Tensor) -> torch.Tensor:
-    """Integer keys that order non-negative scores from high to low: float bits are monotonic."""
-    score_N = score_N.float().nan_to_num(float("inf"), float("inf"))
-    return 0x7F800000 - score_N.abs().view(torch.int32).long()
+    """Integer keys that order scores from high to low; every non-finite one first.
+
+    A float's bits order like its magnitude. Only losses of tokens can be negative.
+    """
+    score_N = score_N.float().nan_to_num(float("inf"), float("inf"), float("inf"))
+    bits_N = score_N.view(torch.int32).long()
+    return 0x7F800000 - torch.where(bits_N < 0, -(bits_N & 0x7FFFFFFF), bits_N)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

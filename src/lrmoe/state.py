@@ -90,7 +90,7 @@ class LayerState:
         A stream shared between layers would correlate them: the output gradient of a layer already
         depends on what later layers drew.
         """
-        seed = self._key(purpose, call.step, call.micro_batch, exchange.global_rank)
+        seed = self._key(call.config, purpose, call.step, call.micro_batch, exchange.global_rank)
         return torch.Generator(device).manual_seed(seed)
 
     def find_call(self, call_id: int) -> CallRecord:
@@ -175,14 +175,14 @@ class LayerState:
             quotas=config.quotas,
             scope=config.effective_scope,
             share_seed=(
-                self._key("share", self.step, self.micro_batch, exchange.group_key)
+                self._key(config, "share", self.step, self.micro_batch, exchange.group_key)
                 if needs_random_shares
                 else None
             ),
         )
 
-    def _key(self, *parts: object) -> int:
-        text = repr((self.config.seed, self.layer, *parts)).encode()
+    def _key(self, config: Recalibration, *parts: object) -> int:
+        text = repr((config.seed, self.layer, *parts)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     def _replay(self, exchange: Exchange, top_k_index_TK: torch.Tensor) -> CallRecord | None:

@@ -1,4 +1,4 @@
-"""Runs that several tests look at, started once. Each start of two ranks costs about ten seconds."""
+"""Runs that several tests look at, started once: two ranks take about ten seconds to start."""
 
 from dataclasses import replace
 

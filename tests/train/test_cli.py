@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lrmoe import cli
 from lrmoe.training.data import load_text
 from lrmoe.training.settings import TrainSettings
-from tests.train.runs import environment, start, with_
+from tests.train.runs import environment, with_
 
 slow = [pytest.mark.dist, pytest.mark.slow]
 
@@ -110,9 +109,7 @@ class TestRunDirectory:
 
     def test_export_has_the_keys_of_a_fresh_model(self, exact_run, tmp_path):
         final = exact_run / "final"
-        model = AutoModelForCausalLM.from_config(
-            AutoModelForCausalLM.from_pretrained(final).config
-        )
+        model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(final).config)
         model.save_pretrained(tmp_path)
         assert _keys(final / "model.safetensors") == _keys(tmp_path / "model.safetensors")
 

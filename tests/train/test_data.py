@@ -34,7 +34,9 @@ def test_default_text_is_the_standard_library():
     data = load_text(DataSettings(block_size=512))
     assert data.vocabulary == 256
     assert 5e6 < len(data.train) * 512 < 40e6
-    assert bytes(stream(data.train)[:1000].tolist()) in b"\0".join(f.read_bytes() for f in files[:3])
+    assert bytes(stream(data.train)[:1000].tolist()) in b"\0".join(
+        f.read_bytes() for f in files[:3]
+    )
 
 
 def test_documents_are_packed_one_after_another(tmp_path):

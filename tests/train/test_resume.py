@@ -1,6 +1,6 @@
 """Interrupted and resumed equals uninterrupted."""
 
-import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lrmoe import Recalibration
-
-from lrmoe.training import launch
+from lrmoe.training import checkpoint, launch
 from tests.train.runs import HERE, load_tensors, rows_without_times, start, with_
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -18,7 +17,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def run_until_killed(settings, die_at, monkeypatch):
     monkeypatch.setattr(launch, "_WORKER", "dying_worker")
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), path))))
     monkeypatch.setenv("DIE_AT", die_at)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -50,7 +50,17 @@ def test_a_run_killed_twice_ends_bitwise_like_an_undisturbed_one(
             assert torch.equal(actual[name], value), name
         else:
             assert actual[name] == value, name
-    for log in ("metrics.jsonl", "eval.jsonl"):
+    for rank in range(2):
+        states = [
+            checkpoint.load_rank_state(root / "checkpoints/step-00000012", rank)
+            for root in (checkpoints.parent, recalibrated_run)
+        ]
+        random = [state["random"] for state in states]
+        assert torch.equal(random[0].pop("torch"), random[1].pop("torch"))
+        assert random[0] == random[1]
+        assert states[0]["layers"] == states[1]["layers"]
+        assert states[0]["loss_sum"] == states[1]["loss_sum"]
+    for log in ("metrics.jsonl", "eval.jsonl", "expert_load.jsonl"):
         assert rows_without_times(checkpoints.parent / log) == rows_without_times(
             recalibrated_run / log
         )

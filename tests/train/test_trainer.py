@@ -52,9 +52,7 @@ def test_auxiliary_loss_keeps_its_weight(accumulation, num_ranks, monkeypatch):
 def test_glm_trains_with_its_bias_and_activation_checkpointing(tiny, tmp_path):
     model = {"preset": "glm4-moe-small", "overrides": GLM_TINY, "correction_bias_rate": 0.25}
     training = {"max_steps": 3, "activation_checkpointing": True, "logging_steps": 1}
-    settings = with_(
-        replace(tiny, run_dir=str(tmp_path / "run")), model=model, training=training
-    )
+    settings = with_(replace(tiny, run_dir=str(tmp_path / "run")), model=model, training=training)
     summary = job.run(settings).summary
     assert math.isfinite(summary["val_loss"])
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from lrmoe.bench.settings import LayerBench
 
 # Largest relative error, norm of difference over norm of reference, that a gradient may have.
 # bf16: both implementations are held against Hugging Face's in float32 on the same bf16 numbers,
-# since two correct ones differ from each other by their rounding.
+# since two right ones differ from each other by their rounding.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
@@ -21,41 +22,44 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 class Agreement:
     """Outcome of the gate for one workload and dtype, the same on every rank."""
 
-    error: dict[str, float]
-    """By implementation, of the worst parameter on the worst rank."""
+    error: dict[tuple[str, float], float]
+    """By implementation and rate: distance from the exact gradient, of the worst parameter on the
+    worst rank. Beyond C0 it holds what the dropped pairs would have added."""
     failure: str | None
-    """A sentence that names the parameter and its error; ``None`` if all agree."""
+    """A sentence that names the parameter and its error; ``None`` if all exact ones agree."""
 
 
 def check_gradients(
     bench: LayerBench, problem: Problem, workload: str, dtype: str, mesh: DeviceMesh
 ) -> Agreement:
-    """One exact forward and backward pass of each, compared on every rank. Collective."""
+    """One forward and backward pass of every arm, compared on every rank. Collective."""
     reference_problem = problem if dtype == "fp32" else problem.widened()
     reference = gradients(reference_problem, hf_arm(reference_problem, mesh))
+    arms = [hf_arm(problem, mesh)]
+    arms += [lrmoe_arm(problem, bench, rate, mesh) for rate in sorted({0.0, *bench.rates})]
     errors = {}
-    for arm in (lrmoe_arm(problem, bench, 0.0, mesh), hf_arm(problem, mesh)):
-        found = reference if _is_reference(arm, dtype) else gradients(problem, arm)
-        errors[arm.impl] = {name: relative_error(found[name], reference[name]) for name in found}
+    for arm in arms:
+        found = gradients(problem, arm)
+        errors[arm.impl, arm.rate] = {
+            name: relative_error(found[name], reference[name]) for name in found
+        }
     problem.clear()
 
-    everywhere: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
+    everywhere = [errors] * dist.get_world_size()
     dist.all_gather_object(everywhere, errors)
-    worst: dict[str, float] = {}
-    failure = None
-    for impl in errors:
-        # NaN compares false with everything: it must come out as the largest.
+    worst, failure = {}, None
+    for impl, rate in errors:
         error, parameter, rank = max(
-            (value if value == value else float("inf"), name, rank)
+            (value, name, rank)
             for rank, of_rank in enumerate(everywhere)
-            for name, value in of_rank[impl].items()
+            for name, value in of_rank[impl, rate].items()
         )
-        worst[impl] = error
-        if failure is None and error > TOLERANCE[dtype]:
-            against = "Hugging Face's" + ("" if dtype == "fp32" else " in float32")
+        worst[impl, rate] = error
+        if failure is None and rate == 0.0 and error > TOLERANCE[dtype]:
             failure = (
                 f"{workload} {dtype}: the gradient of {parameter} of {impl} on rank {rank} differs "
-                f"from {against} by {error:.2e} (allowed: {TOLERANCE[dtype]:g})"
+                f"from {'' if dtype == 'fp32' else 'the float32 result of '}hf_all_to_all by "
+                f"{error:.2e} (allowed: {TOLERANCE[dtype]:g})"
             )
     return Agreement(error=worst, failure=failure)
 
@@ -71,18 +75,10 @@ def gradients(problem: Problem, arm: Arm) -> dict[str, torch.Tensor]:
     return found
 
 
-def distance(bench: LayerBench, problem: Problem, arm: Arm) -> None:
-    """Placeholder."""
-
-
 def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|found - reference| / |reference|``; where the reference is zero, 0 only for zero."""
+    """``|found - reference| / |reference|``; infinite if NaN, or if only the reference is zero."""
     wide, reference = found.detach().double(), reference.detach().double()
-    difference = float((wide - reference).norm())
+    difference, norm = float((wide - reference).norm()), float(reference.norm())
     if difference == 0.0:
         return 0.0
-    return difference / float(reference.norm()) if bool(reference.any()) else float("inf")
-
-
-def _is_reference(arm: Arm, dtype: str) -> bool:
-    return arm.impl == "hf_all_to_all" and dtype == "fp32"
+    return difference / norm if norm and math.isfinite(difference) else math.inf

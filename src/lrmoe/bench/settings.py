@@ -94,7 +94,7 @@ class LayerBench:
 
     @property
     def resolved_clock(self) -> str:
-        """``clock`` with ``auto`` decided: ``cpu`` where the ranks of a host outnumber its cores."""
+        """``clock`` with ``auto`` decided: ``cpu`` where ranks outnumber cores."""
         if self.clock != "auto":
             return self.clock
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
@@ -119,10 +119,10 @@ class LayerBench:
 
 
 def _distinct(name: str, values: Any) -> tuple[Any, ...]:
-    values = tuple(values)
-    if not values or len(set(values)) != len(values):
-        raise ValueError(f"{name}={list(values)}: must be one or more different values")
-    return values
+    found: tuple[Any, ...] = tuple(values)
+    if not found or len(set(found)) != len(found):
+        raise ValueError(f"{name}={list(found)}: must be one or more different values")
+    return found
 
 
 def _among(name: str, values: tuple[str, ...], allowed: tuple[str, ...]) -> None:

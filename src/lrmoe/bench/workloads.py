@@ -1,7 +1,7 @@
 """Routing results whose load is uneven in one known way each; no processes, same on every rank.
 
-The families and their names follow NVIDIA/Megatron-LM pull request 7488, so that numbers can be laid
-side by side. Shape letters: T = tokens of all ranks, E = experts, K = top-k, W = ranks.
+The families and their names are those of NVIDIA/Megatron-LM's pull request 7488, so that numbers
+can be laid side by side. Shape letters: T = tokens of all ranks, E = experts, K = top-k, W = ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class Routing:
 
     def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids and weights of one rank's tokens."""
-        return (
-            self.expert_TK.split(self.tokens_W)[rank].clone(),
-            self.weight_TK.split(self.tokens_W)[rank].clone(),
-        )
+        start = sum(self.tokens_W[:rank])
+        mine = slice(start, start + self.tokens_W[rank])
+        return self.expert_TK[mine].clone(), self.weight_TK[mine].clone()
 
     def home_pairs(self, num_experts: int) -> torch.Tensor:
         """Pairs by the rank that holds their expert, int64 [W]."""
@@ -117,9 +116,7 @@ def least_experts(ranks: int, top_k: int) -> int:
     return ranks * (per_rank + per_rank % 2)
 
 
-def _heated(
-    logits_TE: torch.Tensor, num_hot: int, share: float, top_k: int
-) -> torch.Tensor:
+def _heated(logits_TE: torch.Tensor, num_hot: int, share: float, top_k: int) -> torch.Tensor:
     """Raise the first experts' logits until they take that share of the pairs.
 
     The share grows with the shift, so bisection finds it; the logits stay the same throughout.

@@ -8,6 +8,7 @@ last offset equals the number of rows, so no row is left unwritten.
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -50,14 +51,19 @@ def _is_native(*tensors: torch.Tensor) -> bool:
     for t in tensors:
         strides = [s * t.element_size() for s in t.stride() if s != 1]
         if any(s % _ALIGNMENT_BYTES for s in strides):
-            warnings.warn(
-                f"a width of the experts is not a multiple of {_ALIGNMENT_BYTES} bytes "
-                f"(strides {tuple(t.stride())}, {t.dtype}): the grouped GEMM cannot take it, and "
-                "experts are padded to the longest one instead, which is slower",
-                stacklevel=3,
-            )
+            warn_padded()
             return False
     return True
+
+
+@cache
+def warn_padded() -> None:
+    """Say once, for all layers and products, that the slower path runs."""
+    warnings.warn(
+        f"a width of the experts is not a multiple of {_ALIGNMENT_BYTES} bytes: the grouped GEMM "
+        "cannot take it, and experts are padded to the longest one instead, which is slower",
+        stacklevel=4,
+    )
 
 
 def _padding(offsets_e: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -46,8 +46,9 @@ class CorrectionBias:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         mask = kwargs.get("attention_mask")
-        is_padding_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        self._kept_T = mask.reshape(-1).bool() if is_padding_mask else None
+        self._kept_T = None
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self._kept_T = mask.reshape(-1).bool()
 
     def _counter(self, counts_E: torch.Tensor) -> Any:
         def count(router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:

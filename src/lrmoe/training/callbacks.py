@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import transformers
 from rich.console import Console
-from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
+from tqdm import tqdm
 
 from lrmoe.training.ranks import Ranks
 
 
-class StopOnSignal(TrainerCallback):  # type: ignore[misc]
+class StopOnSignal(transformers.TrainerCallback):
     """Ends training after the current step, with a checkpoint, on SIGINT or SIGTERM.
 
     The ranks agree once per step, so that all of them save and leave at the same one, whichever of
@@ -49,38 +49,45 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
 
-class StepLines(ProgressCallback):  # type: ignore[misc]
+class StepLines(transformers.TrainerCallback):
     """One short line per logged step, above a progress bar where the output is a terminal."""
 
     def __init__(self, console: Console):
-        super().__init__()
         self._console = console
-        self._shows_bar = console.is_terminal
-        self._max_steps = 0
+        self._bar: tqdm[Any] | None = None
+        self._evaluation_bar: tqdm[Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Opens the bar."""
-        self._max_steps = state.max_steps
-        if self._shows_bar:
-            super().on_train_begin(args, state, control, **kwargs)
-            if self.training_bar is not None:
-                self.training_bar.update(state.global_step)
-                self.current_step = state.global_step
+        if self._console.is_terminal and state.is_world_process_zero:
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Moves the bar."""
-        if self._shows_bar:
-            super().on_step_end(args, state, control, **kwargs)
+        if self._bar is not None:
+            self._bar.update()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         """Moves the bar of an evaluation."""
-        if self._shows_bar:
-            super().on_prediction_step(args, state, control, **kwargs)
+        if self._console.is_terminal and state.is_world_process_zero:
+            if self._evaluation_bar is None:
+                self._evaluation_bar = tqdm(
+                    total=len(eval_dataloader), desc="evaluation", leave=False, dynamic_ncols=True
+                )
+            self._evaluation_bar.update()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the bar of an evaluation."""
+        if self._evaluation_bar is not None:
+            self._evaluation_bar.close()
+            self._evaluation_bar = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Closes the bar."""
-        if self._shows_bar:
-            super().on_train_end(args, state, control, **kwargs)
+        if self._bar is not None:
+            self._bar.close()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
@@ -88,23 +95,20 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         """Prints the step."""
         if not state.is_world_process_zero or not logs:
             return
+        position = f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
         if "eval_loss" in logs:
-            self._print(f"{self._position(state)}  validation loss {logs['eval_loss']:.4f}")
+            self._print(f"{position}  validation loss {logs['eval_loss']:.4f}")
         elif "loss" in logs:
-            line = f"{self._position(state)}  loss {logs['loss']:.4f}"
+            line = f"{position}  loss {logs['loss']:.4f}"
             line += f"  {logs['tokens_per_second']:,.0f} tokens/s"
-            if logs.get("moe_ms") is not None:
+            if "moe_ms" in logs:
                 line += f"  MoE {logs['moe_ms'] / logs['step_ms']:.0%} of the step"
                 line += f"  backward {logs['backward_fraction']:.1%}"
                 line += f"  imbalance {logs['imbalance_fwd']:.2f}"
             self._print(line)
 
-    def _position(self, state: Any) -> str:
-        width = len(str(self._max_steps))
-        return f"step {state.global_step:>{width}}/{self._max_steps}"
-
     def _print(self, line: str) -> None:
-        if self._shows_bar and self.training_bar is not None:
-            self.training_bar.write(line)
+        if self._bar is not None:
+            self._bar.write(line)
         else:
             self._console.print(line, highlight=False)

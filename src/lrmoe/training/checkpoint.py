@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,6 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 # DCP writes one rectangle per shard and cannot describe the strided shards of experts that are
 # split over EP and FSDP; transformers moves them to plain shards and back.
@@ -122,7 +123,7 @@ def save(
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
     }
-    dcp.save(_redistribute_state_dict(state), checkpoint_id=hidden / "tensors")
+    dcp_save(_redistribute_state_dict(state), checkpoint_id=hidden / "tensors")
     torch.save({**rank_state, "random": random_state()}, hidden / f"rank-{ranks.rank:05d}.pt")
     if ranks.is_first:
         torch.save(scheduler_state, hidden / "scheduler.pt")
@@ -147,7 +148,7 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
     """Replaces the model's parameters and buffers. Collective."""
     original = get_model_state_dict(model)
     state = _redistribute_state_dict(original)
-    dcp.load({"model": state}, checkpoint_id=path / "tensors")
+    dcp_load({"model": state}, checkpoint_id=path / "tensors")
     set_model_state_dict(model, _redistribute_state_dict(state, reference_state_dict=original))
 
 
@@ -155,7 +156,7 @@ def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
     """Replaces the optimizer's state. Collective."""
     original = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     state = _redistribute_state_dict(original)
-    dcp.load({"optimizer": state}, checkpoint_id=path / "tensors")
+    dcp_load({"optimizer": state}, checkpoint_id=path / "tensors")
     state = _redistribute_state_dict(state, reference_state_dict=original)
     set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
@@ -188,10 +189,10 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
 
 def random_state() -> dict[str, Any]:
     """The random generators of this process."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],  # type: ignore[union-attr]
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():

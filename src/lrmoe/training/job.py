@@ -1,7 +1,7 @@
 """A training run on this rank, from settings to summary. START HERE.
 
-``run`` is called on every rank. Whatever may fail because of the settings is checked on rank 0, or on
-values that all ranks share, before the first collective that others would wait in.
+``run`` is called on every rank. Whatever may fail because of the settings is checked on rank 0, or
+on values that all ranks share, before the first collective that others would wait in.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def load_model(
         lrmoe.register_transformers()
         arguments["experts_implementation"] = "lrmoe"
     if ranks.world_size > 1:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         arguments["distributed_config"] = DistributedConfig(
             fsdp_size=settings.parallel.fsdp_size,

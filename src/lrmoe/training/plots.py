@@ -124,9 +124,8 @@ def _expert_load(rows: list[dict[str, Any]]) -> Figure:
     relative = load / np.maximum(load.mean(axis=2, keepdims=True), 1)
     num_layers, num_experts = load.shape[1:]
     figure, all_axes = _figure(7.0, 1.0 + 1.3 * num_layers, num_layers)
-    image = None
     for layer, axes in enumerate(all_axes):
-        image = axes.imshow(
+        axes.imshow(
             relative[:, layer].T,
             aspect="auto",
             origin="lower",
@@ -139,5 +138,5 @@ def _expert_load(rows: list[dict[str, Any]]) -> Figure:
         axes.set_ylabel(f"layer {layer}\nexpert")
     all_axes[0].set_title("Expert load (1 = the layer's mean)")
     all_axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=list(all_axes), extend="max", shrink=0.8)
+    figure.colorbar(all_axes[0].images[0], ax=list(all_axes), extend="max", shrink=0.8)
     return figure

@@ -27,7 +27,11 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._group: dist.ProcessGroup | None = None
-        if self.world_size > 1:
+        if self.world_size == 1:
+            # accelerate would wrap the model of a launched single rank in DistributedDataParallel.
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                os.environ.pop(name, None)
+        else:
             timeout = timedelta(seconds=timeout_s)
             on_gpu = torch.cuda.is_available()
             if on_gpu:
@@ -74,7 +78,8 @@ class Ranks:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[1] is not None:
             raise outcome[1]
-        return outcome[0]
+        result: T = outcome[0]
+        return result
 
     def close(self) -> None:
         """Ends the process group."""

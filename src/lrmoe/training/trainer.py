@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import Trainer
-from transformers.trainer_callback import TrainerCallback
+import transformers
 
 from lrmoe.training import checkpoint
 from lrmoe.training.balance import CorrectionBias
@@ -19,8 +19,11 @@ from lrmoe.training.ranks import Ranks
 from lrmoe.training.run_dir import RunDirectory, append_row
 from lrmoe.training.settings import TrainSettings
 
+# Its annotations are for callers: to a subclass nearly every attribute is optional.
+_Trainer: Any = transformers.Trainer
 
-class MoETrainer(Trainer):  # type: ignore[misc]
+
+class MoETrainer(_Trainer):  # type: ignore[misc]
     """A ``Trainer`` for models that ``from_pretrained(distributed_config=...)`` sharded.
 
     It differs from its base class in four things:
@@ -67,7 +70,6 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> BlockLoader:
         """Micro-batches of this rank."""
-        assert self.train_dataset is not None
         training = self._settings.training
         batches = RankBatches(
             len(self.train_dataset),
@@ -99,9 +101,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         )
         auxiliary = outputs.get("aux_loss")
         if model.training and auxiliary is not None and num_items_in_batch is not None:
-            # transformers adds coefficient * aux to each micro-batch's share of the loss, and Trainer
-            # multiplies that by the number of ranks, whose mean is taken. Right for the shares, it
-            # would multiply the auxiliary loss by ranks * micro-batches.
+            # transformers adds coefficient * aux to each micro-batch's share of the loss, and
+            # Trainer multiplies that by the number of ranks, whose mean is taken. Right for the
+            # shares, it would multiply the auxiliary loss by ranks * micro-batches.
             coefficient = self.model.config.router_aux_loss_coef
             has = self.ranks.world_size if self.args.average_tokens_across_devices else 1
             due = 1 / self.current_gradient_accumulation_steps
@@ -183,7 +185,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         """The mean over the saving run's ranks: what a logged loss takes of it anyway."""
         saved = range(checkpoint.read_manifest(path)["world_size"])
         states = [checkpoint.load_rank_state(path, rank) for rank in saved]
-        return sum(s["loss_sum"] for s in states if s is not None) / len(saved)
+        return fmean(state["loss_sum"] for state in states if state is not None)
 
     def _load_rng_state(self, checkpoint_path: str | None) -> None:
         if checkpoint_path is None:
@@ -202,7 +204,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             self._restored = {}
 
 
-class _StepClock(TrainerCallback):  # type: ignore[misc]
+class _StepClock(transformers.TrainerCallback):
     """Feeds the window, and updates the correction bias, once per optimizer step."""
 
     def __init__(self, trainer: MoETrainer):

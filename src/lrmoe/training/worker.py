@@ -11,7 +11,7 @@ from lrmoe.training.job import run
 from lrmoe.training.settings import TrainSettings
 
 
-@record  # type: ignore[untyped-decorator]
+@record
 def main() -> None:
     """Trains with the settings given as one JSON argument."""
     run(TrainSettings.from_dict(json.loads(sys.argv[1])))

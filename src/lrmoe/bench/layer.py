@@ -1,0 +1,264 @@
+"""``lrmoe bench layer``: this layer beside Hugging Face's, in one process group and run.
+
+Shape letters: W = ranks, S = rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from lrmoe.bench import arms as arms_
+from lrmoe.bench.gate import Agreement, check_gradients
+from lrmoe.bench.settings import LayerBench
+from lrmoe.bench.timing import CLOCKS, Times, time_arms, time_local_stages
+from lrmoe.bench.workloads import Shape, route
+from lrmoe.report import LayerReport, imbalance
+
+ROW_KEYS = (
+    "workload",
+    "dtype",
+    "impl",
+    "rate",
+    "backward_fraction",
+    "score_mass",
+    "placement",
+    "selection",
+    "imbalance_home",
+    "imbalance_fwd",
+    "imbalance_bwd",
+    "fwd_ms",
+    "bwd_ms",
+    "total_ms",
+    "total_p20_ms",
+    "total_p80_ms",
+    "ratio_to_hf",
+    "ratio_to_floor",
+    "bytes_fwd",
+    "bytes_bwd",
+    "payload_rows_fwd",
+    "payload_rows_bwd",
+    "gemm_rows_fwd",
+    "gemm_rows_bwd",
+    "score_select_pack_ms",
+    "gradient_error",
+    "clock",
+)
+_TIMEOUT = timedelta(minutes=10)
+_STAGE_ROUNDS = 3
+
+
+class GradientMismatchError(RuntimeError):
+    """An implementation's gradients are wrong; nothing was timed."""
+
+
+def run(bench: LayerBench) -> list[dict[str, Any]]:
+    """The rows of the result, on its own ranks or on those that torchrun has started.
+
+    Under torchrun every rank calls this and gets all rows.
+
+    Raises:
+        ValueError: if the number of ranks is not torchrun's.
+        GradientMismatchError: on every rank, if the gradients of exact training do not agree.
+    """
+    if "RANK" not in os.environ:
+        return _on_own_ranks(bench)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if bench.num_ranks != world_size:
+        raise ValueError(f"ranks={bench.ranks}: torchrun has started {world_size}; leave it out")
+    if dist.is_initialized():
+        return measure(bench)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        return measure(bench)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(bench: LayerBench) -> list[dict[str, Any]]:
+    """The rows, on a rank of the default process group. Collective."""
+    torch.set_num_threads(bench.threads)
+    # torch.distributed tells its own callers about renamed functions, once per call site.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    mesh = init_device_mesh("cpu", (bench.num_ranks, 1), mesh_dim_names=("ep", "tp"))
+    cases = [(workload, dtype) for dtype in bench.dtypes for workload in bench.workloads]
+    per_case = (bench.rounds + bench.warmup) * (len(bench.rates) + 2)
+    per_case += _STAGE_ROUNDS * len(bench.rates)
+    with _progress(len(cases) * (per_case + 1)) as advance:
+        agreements = {}
+        for case in cases:
+            problem = _problem(bench, *case)
+            agreements[case] = check_gradients(bench, problem, *case, mesh)
+            failure = agreements[case].failure
+            if failure is not None:
+                raise GradientMismatchError(failure)
+            advance()
+        return [
+            row
+            for case in cases
+            for row in _measure_case(bench, *case, agreements[case], mesh, advance)
+        ]
+
+
+def _problem(bench: LayerBench, workload: str, dtype: str) -> arms_.Problem:
+    shape = Shape(
+        ranks=bench.num_ranks,
+        tokens=bench.tokens,
+        experts=bench.experts,
+        top_k=bench.top_k,
+        imbalance=bench.imbalance,
+        empty_source=bench.empty_source,
+    )
+    return arms_.make_problem(bench, route(workload, shape, bench.seed), dtype, dist.get_rank())
+
+
+def _measure_case(
+    bench: LayerBench,
+    workload: str,
+    dtype: str,
+    agreement: Agreement,
+    mesh: DeviceMesh,
+    advance: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """The rows of one workload in one dtype: Hugging Face, every rate, the floor."""
+    problem = _problem(bench, workload, dtype)
+    send_W, receive_W = arms_.hf_splits(problem, mesh)
+    arms = [
+        arms_.hf_arm(problem, mesh),
+        *(arms_.lrmoe_arm(problem, bench, rate, mesh) for rate in bench.rates),
+        arms_.floor_arm(sum(receive_W), bench, dtype),
+    ]
+    clock = CLOCKS[bench.resolved_clock]
+
+    def after_each() -> None:
+        problem.clear()
+        advance()
+
+    times = time_arms(arms, bench.rounds, bench.warmup, clock, after_each)
+    hf_total_S, floor_total_S = times[0].total(), times[-1].total()
+    hf_counts = _hf_counts(send_W, receive_W, problem)
+    rows = []
+    for arm, of_arm in zip(arms, times, strict=True):
+        row: dict[str, Any] = dict.fromkeys(ROW_KEYS)
+        row |= {"workload": workload, "dtype": dtype, "impl": arm.impl, "rate": arm.rate}
+        row |= {"backward_fraction": 1.0, "clock": bench.resolved_clock, **hf_counts}
+        row |= _summary(of_arm, hf_total_S, floor_total_S)
+        row["gradient_error"] = agreement.error.get((arm.impl, arm.rate))
+        if arm.state is not None:
+            reports: list[LayerReport] = [arm.state.report()] * bench.num_ranks
+            dist.all_gather_object(reports, arm.state.report())
+            row |= _layer_counts(reports)
+            row["placement"] = arm.state.config.placement
+            row["selection"] = arm.state.config.selection
+            row["score_select_pack_ms"] = time_local_stages(arm, _STAGE_ROUNDS, clock, after_each)
+        elif arm.impl == "gemm_floor":
+            row |= {key: None for key in row if key.startswith(("bytes", "payload", "placement"))}
+        rows.append(row)
+    return rows
+
+
+def _summary(times: Times, hf_S: Any, floor_S: Any) -> dict[str, float]:
+    """Medians over the rounds. A ratio is the median of the rounds' own ratios: both sides of it
+    were measured moments apart, so what slows the whole machine for a while cancels."""
+    total_S = times.total()
+    p20, p50, p80 = (float(v) for v in np.quantile(total_S, [0.2, 0.5, 0.8]))
+    return {
+        "fwd_ms": float(np.median(times.fwd_S)),
+        "bwd_ms": float(np.median(times.bwd_S)),
+        "total_ms": p50,
+        "total_p20_ms": p20,
+        "total_p80_ms": p80,
+        "ratio_to_hf": float(np.median(total_S / hf_S)),
+        "ratio_to_floor": float(np.median(total_S / floor_S)),
+    }
+
+
+def _hf_counts(
+    send_W: list[int], receive_W: list[int], problem: arms_.Problem
+) -> dict[str, float | str]:
+    """Hugging Face's rows and bytes from its own splits, over all ranks. Collective.
+
+    One row per pair goes out and one comes back, in both passes; only those for other ranks count.
+    """
+    rank = dist.get_rank()
+    sent, received = sum(send_W) - send_W[rank], sum(receive_W) - receive_W[rank]
+    row_bytes = problem.x_TD.shape[1] * problem.x_TD.element_size()
+    mine = [sent, (sent + received) * row_bytes, sum(receive_W)]
+    everywhere = [mine] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    payload_rows, num_bytes, gemm_rows = (sum(column) for column in zip(*everywhere, strict=True))
+    load = imbalance(np.array([of_rank[2] for of_rank in everywhere]))
+    counts: dict[str, float | str] = {"placement": "fixed", "imbalance_home": load}
+    for phase in ("fwd", "bwd"):
+        counts |= {
+            f"imbalance_{phase}": load,
+            f"bytes_{phase}": num_bytes,
+            f"payload_rows_{phase}": payload_rows,
+            f"gemm_rows_{phase}": gemm_rows,
+        }
+    return counts
+
+
+def _layer_counts(reports: list[LayerReport]) -> dict[str, float]:
+    """Rows and bytes summed over the ranks; what every rank knows of the group as it is."""
+    of_group = ("backward_fraction", "imbalance_home", "imbalance_fwd", "imbalance_bwd")
+    of_rank = [f"{kind}_{p}" for kind in ("bytes", "payload_rows", "gemm_rows") for p in _PASSES]
+    return {
+        **{name: getattr(reports[0], name) for name in of_group},
+        **{name: sum(getattr(report, name) for report in reports) for name in of_rank},
+        "score_mass": float(np.mean([report.score_mass for report in reports])),
+    }
+
+
+_PASSES = ("fwd", "bwd")
+
+
+def _on_own_ranks(bench: LayerBench) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="lrmoe-bench-") as directory:
+        spawn(_rank_main, (directory, asdict(bench)), nprocs=bench.num_ranks)  # type: ignore[no-untyped-call]
+        outcome = json.loads((Path(directory) / "outcome.json").read_text())
+    if "failure" in outcome:
+        raise GradientMismatchError(outcome["failure"])
+    rows: list[dict[str, Any]] = outcome["rows"]
+    return rows
+
+
+def _rank_main(rank: int, directory: str, settings: dict[str, Any]) -> None:
+    bench = LayerBench(**settings)
+    rendezvous = f"file://{directory}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=bench.num_ranks, timeout=_TIMEOUT
+    )
+    outcome: dict[str, Any]
+    try:
+        outcome = {"rows": measure(bench)}
+    except GradientMismatchError as error:
+        outcome = {"failure": str(error)}
+    if rank == 0:
+        (Path(directory) / "outcome.json").write_text(json.dumps(outcome))
+    dist.barrier()  # nobody leaves while another still receives from it
+    dist.destroy_process_group()
+
+
+def _progress(total: int) -> AbstractContextManager[Callable[[], None]]:
+    """A bar on the first rank's terminal; nothing where there is none."""
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        return nullcontext(lambda: None)
+    from lrmoe.bench.table import progress_bar
+
+    return progress_bar(total)

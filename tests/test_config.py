@@ -1,0 +1,156 @@
+"""What a user may set: every bad value is refused by name, and rates are the decimals one wrote."""
+
+from dataclasses import fields, replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lrmoe import Budget, Recalibration
+from lrmoe.config import SCORED_RULES, UNBIASED_RULES
+
+BAD = [
+    ("rate", 1.0, "0 <= rate < 1"),
+    ("rate", -0.1, "0 <= rate < 1"),
+    ("rate", float("nan"), "0 <= rate < 1"),
+    ("rate", float("inf"), "0 <= rate < 1"),
+    ("rate", True, "must be a number"),
+    ("rate", None, "must be a number"),
+    ("rate", "0.2", "must be a number"),
+    ("rate", "auto", "not part of this version"),
+    ("rate", [], "non-empty sequence"),
+    ("rate", [0.1, 0.2], "non-empty sequence"),
+    ("rate", [(0, 0.1, 0.2)], "non-empty sequence"),
+    ("rate", [(0.5, 0.1)], "steps of a schedule are integers"),
+    ("rate", [(-1, 0.1)], "steps of a schedule are integers"),
+    ("rate", [(5, 0.1), (5, 0.2)], "must increase"),
+    ("rate", [(5, 0.1), (4, 0.2)], "must increase"),
+    ("rate", [(0, 0.1), (5, 1.0)], "0 <= rate < 1"),
+    ("rate", [(0, 0.1), (5, "x")], "must be a number"),
+    ("selection", "best", "'top'"),
+    ("selection", None, "'sampled'"),
+    ("scope", "world", "'global', 'local'"),
+    ("quotas", "all", "'rate'"),
+    ("quotas", "planned", "not part of this version"),
+    ("quotas", "makespan", "not part of this version"),
+    ("placement", "moved", "'fixed'"),
+    ("placement", "eplb", "not part of this version"),
+    ("router_grad", "none", "'kept', 'completed', 'exact'"),
+    ("draw", "never", "'backward', 'forward'"),
+    ("rows", "padded", "'exact', 'static'"),
+    ("save", "nothing", "'activations', 'inputs'"),
+    ("min_inclusion", -0.1, "0 <= value <= 1"),
+    ("min_inclusion", 1.5, "0 <= value <= 1"),
+    ("min_inclusion", float("nan"), "0 <= value <= 1"),
+    ("min_inclusion", "0.1", "0 <= value <= 1"),
+    ("min_inclusion", None, "0 <= value <= 1"),
+    ("min_inclusion", True, "0 <= value <= 1"),
+    ("seed", 0.5, "integer"),
+    ("seed", True, "integer"),
+    ("seed", None, "integer"),
+    ("budget", 8, "Budget"),
+    ("budget", None, "Budget"),
+    ("budget", {"memory": 1}, "Budget"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), BAD)
+def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(name, value, allowed):
+    with pytest.raises(ValueError, match=name) as error:
+        Recalibration(**{name: value})
+    assert repr(value) in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_every_field_has_a_bad_value_above():
+    assert {name for name, _, _ in BAD} == {f.name for f in fields(Recalibration)}
+
+
+@pytest.mark.parametrize("selection", SCORED_RULES)
+def test_the_forward_draw_is_for_unbiased_rules(selection):
+    with pytest.raises(ValueError, match=f"draw='forward' with selection='{selection}'.*sampled"):
+        Recalibration(selection=selection, draw="forward")
+    for unbiased in UNBIASED_RULES:
+        assert Recalibration(selection=unbiased, draw="forward").is_unbiased
+
+
+def test_static_rows_need_local_scope():
+    for setting in ({"selection": "top"}, {"selection": "sampled", "scope": "global"}):
+        with pytest.raises(ValueError, match=r"rows='static' with scope='global'.*scope='local'"):
+            Recalibration(rows="static", **setting)
+    Recalibration(rows="static", selection="sampled")
+    Recalibration(rows="static", selection="top", scope="local")
+
+
+def test_scope_none_is_global_for_weight_one_rules_and_local_for_unbiased_ones():
+    for selection in SCORED_RULES:
+        assert Recalibration(selection=selection).effective_scope == "global"
+        assert Recalibration(selection=selection, scope="local").effective_scope == "local"
+    for selection in UNBIASED_RULES:
+        assert Recalibration(selection=selection).effective_scope == "local"
+        assert Recalibration(selection=selection, scope="global").effective_scope == "global"
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Budget)])
+@pytest.mark.parametrize("value", [0, 5])
+def test_budgets_are_refused_until_a_planner_enforces_them(name, value):
+    with pytest.raises(ValueError, match=f"budget.{name}={value}: budgets are not enforced"):
+        Budget(**{name: value})
+    with pytest.raises(ValueError, match=f"budget.{name}={value}"):
+        Recalibration.from_dict({"budget": {name: value}})
+
+
+# ---- rates -------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 9_999))
+def test_a_rate_is_the_decimal_number_it_prints_as(ten_thousandths):
+    rate = ten_thousandths / 10_000
+    assert Recalibration(rate=rate).rate_at(7) == Fraction(ten_thousandths, 10_000)
+
+
+def test_rates_in_scientific_notation_and_as_integers():
+    assert Recalibration(rate=1e-05).rate_at(0) == Fraction(1, 100_000)
+    assert Recalibration(rate=0).rate_at(0) == 0
+
+
+def test_a_schedule_is_linear_between_its_points_and_constant_outside():
+    config = Recalibration(rate=[(10, 0.1), (20, 0.3), (22, 0.0)])
+    assert [config.rate_at(step) for step in (0, 10, 15, 20, 21, 22, 1000)] == [
+        Fraction(*ratio) for ratio in ((1, 10), (1, 10), (1, 5), (3, 10), (3, 20), (0, 1), (0, 1))
+    ]
+    assert Recalibration(rate=[(3, 0.7)]).rate_at(0) == Fraction(7, 10)
+    assert config.rate == ((10, 0.1), (20, 0.3), (22, 0.0))
+
+
+# ---- dictionaries ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Recalibration(),
+        Recalibration(rate=[(0, 0.0), (5, 0.5)], selection="top", scope="local", rows="static"),
+        Recalibration(rate=0, draw="forward", save="inputs", router_grad="completed", seed=-3),
+    ],
+)
+def test_dictionaries_round_trip(config):
+    values = config.to_dict()
+    assert set(values) == {f.name for f in fields(config)}
+    assert Recalibration.from_dict(values) == config
+    assert hash(config) == hash(replace(config))
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    with pytest.raises(ValueError, match="'selecton' is unknown; did you mean 'selection'"):
+        Recalibration.from_dict({"selecton": "top"})
+    with pytest.raises(ValueError, match=r"'zzz' is unknown; allowed are rate, .*, budget"):
+        Recalibration.from_dict({"zzz": 1})
+    with pytest.raises(ValueError, match=r"budget.*'memry' is unknown; did you mean 'memory'"):
+        Recalibration.from_dict({"budget": {"memry": None}})
+
+
+def test_settings_cannot_be_changed_in_place():
+    with pytest.raises(AttributeError):
+        Recalibration().rate = 0.5

@@ -1,0 +1,286 @@
+"""Every operation under the layer against a loop or plain PyTorch, in poisoned memory.
+
+Shape letters: P = rows in expert-major order, e = experts, R = forward rows, F = expert width, U =
+unique rows, D = row width.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lrmoe.kernels import grouped_gemm, scratch
+from lrmoe.kernels.gated import (
+    gated_backward,
+    gated_backward_reference,
+    gated_forward,
+    gated_forward_reference,
+)
+from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
+from lrmoe.kernels.rows import gather_rows, sum_rows
+from tests.models import relative_error
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Of one product, relative to its norm: the rounding of the result, not of a long sum.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+COUNTS = {
+    "mixed": [3, 0, 1, 7, 0],
+    "first and last empty": [0, 5, 0],
+    "one expert": [4],
+    "no rows": [0, 0],
+}
+
+
+def _offsets(counts):
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+def _split(rows, counts):
+    return torch.split(rows, counts)
+
+
+# ---- grouped GEMMs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("widths", [(16, 8), (8, 24), (5, 3), (8, 3), (3, 8)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.filterwarnings("ignore:.*not a multiple of 16 bytes")
+def test_grouped_mm_equals_a_loop(dtype, counts, widths, transposed):
+    A, B = widths
+    rows = torch.randn(sum(counts), A).to(dtype)
+    if transposed:
+        weight = torch.randn(len(counts), B, A).to(dtype).transpose(1, 2)
+    else:
+        weight = torch.randn(len(counts), A, B).to(dtype)
+    for _ in range(3):  # the second pass finds memory that the first has used
+        got = grouped_mm(rows, weight, _offsets(counts))
+        want = [
+            part.double() @ w.double() for part, w in zip(_split(rows, counts), weight, strict=True)
+        ]
+        assert got.dtype == dtype
+        assert got.isfinite().all()
+        assert relative_error(got, torch.cat(want)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("widths", [(16, 8), (8, 24), (5, 3), (8, 3), (3, 8)])
+@pytest.mark.filterwarnings("ignore:.*not a multiple of 16 bytes")
+def test_grouped_outer_equals_a_loop_and_is_zero_without_rows(dtype, counts, widths):
+    A, B = widths
+    rows_A, rows_B = (torch.randn(sum(counts), width).to(dtype) for width in (A, B))
+    for _ in range(3):
+        got = grouped_outer(rows_A, rows_B, _offsets(counts))
+        assert got.shape == (len(counts), A, B)
+        assert got.dtype == dtype
+        parts = zip(_split(rows_A, counts), _split(rows_B, counts), strict=True)
+        for e, (a, b) in enumerate(parts):
+            assert relative_error(got[e], a.double().T @ b.double()) <= TOLERANCE[dtype]
+            if counts[e] == 0:
+                assert (got[e] == 0).all()
+
+
+def test_sizes_that_grouped_mm_cannot_take_warn_once():
+    # one warning for all GEMMs of all layers, not one per call site
+    offsets = _offsets([2, 1])
+    grouped_gemm.warn_padded.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for width in (3, 5):
+            grouped_mm(torch.randn(3, width), torch.randn(2, width, 8), offsets)
+            grouped_outer(torch.randn(3, 8), torch.randn(3, width), offsets)
+        grouped_mm(torch.randn(3, 8), torch.randn(2, 8, 4), offsets)  # a size it takes
+        grouped_mm(torch.randn(3, 3).double(), torch.randn(2, 3, 8).double(), offsets)
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert "not a multiple of 16 bytes" in str(caught[0].message)
+
+
+# ---- the gated activation ----------------------------------------------------------------------
+
+
+def _is_close(got, want, slack):
+    """Within the rounding of the result; ``slack`` is what cancellation or saturation may add."""
+    unit = 2**-7 if got.dtype == torch.bfloat16 else 3e-6
+    off = (got.float() - want.float()).abs()
+    return bool((off <= want.float().abs() * unit + slack.float().abs()).all())
+
+
+# The compiled sigmoid stops at exp(-88), where the exact one goes on to zero.
+SATURATED = 1e-38
+
+
+def _gated_case(dtype, R=9, F_=7, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = (torch.randn(R, 2 * F_, generator=generator) * scale).to(dtype)
+    return gate_up, torch.rand(R, generator=generator) + 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 7), (1, 1), (33, 64), (0, 8), (5, 3)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0, 1e4])
+def test_compiled_forward_equals_the_reference(dtype, shape, scale):
+    gate_up, factor = _gated_case(dtype, *shape, scale)
+    for _ in range(3):
+        scaled, norm_sq = gated_forward(gate_up, factor, None)
+        want, want_norm_sq = gated_forward_reference(gate_up, factor, None)
+        assert scaled.dtype == dtype
+        assert norm_sq.dtype == torch.float32
+        gate, up = gate_up.float().chunk(2, 1)
+        assert _is_close(scaled, want, gate * up * SATURATED)
+        assert ((norm_sq - want_norm_sq).abs() <= 1e-5 * want_norm_sq + 1e-37).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 7), (33, 64), (5, 3)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0, 1e4])
+def test_compiled_backward_equals_the_reference_on_gathered_rows(dtype, shape, scale):
+    gate_up, _ = _gated_case(dtype, *shape, scale)
+    R, F_ = shape
+    for num_kept in (0, 1, 2 * R):  # with repeats, in no order
+        row_ids = torch.randint(R, (num_kept,)).to(torch.int32)
+        grad_h, coef = torch.randn(num_kept, F_).to(dtype), torch.rand(num_kept) * 5
+        for _ in range(3):
+            got = [a.clone() for a in gated_backward(gate_up, row_ids, grad_h, coef, None)]
+            want = gated_backward_reference(gate_up, row_ids, grad_h, coef, None)
+            assert got[0].dtype == got[1].dtype == dtype
+            assert got[2].dtype == torch.float32
+            gate, up = gate_up[row_ids.long()].float().chunk(2, 1)
+            size = coef[:, None] * grad_h.float()
+            # of the gate: a derivative near its zero is a difference of larger numbers
+            assert _is_close(got[0][:, :F_], want[0][:, :F_], size * up * (1 + gate.abs()) * 1e-6)
+            assert _is_close(got[0][:, F_:], want[0][:, F_:], size * gate * SATURATED)
+            assert _is_close(got[1], want[1], coef[:, None] * gate * up * SATURATED)
+            assert relative_error(got[2], want[2]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_non_finite_values_are_never_hidden(dtype):
+    gate_up, factor = _gated_case(dtype, R=6, F_=4)
+    for row, (column, value) in enumerate(
+        [(1, "nan"), (5, "nan"), (2, "inf"), (2, "-inf"), (6, "inf")]
+    ):
+        gate_up[row, column] = float(value)
+    scaled, norm_sq = gated_forward(gate_up, factor, None)
+    want, _ = gated_forward_reference(gate_up, factor, None)
+    assert torch.equal(scaled.isfinite(), want.isfinite())
+    assert norm_sq.isfinite().tolist() == [False] * 5 + [True]
+    grad_h, rows = torch.randn(6, 4).to(dtype), torch.arange(6, dtype=torch.int32)
+    grad_h[5, 0] = float("nan")
+    grad, scaled, inner = gated_backward(gate_up, rows, grad_h, factor, None)
+    want = gated_backward_reference(gate_up, rows, grad_h, factor, None)
+    assert torch.equal(grad.isfinite().all(1), want[0].isfinite().all(1))
+    assert torch.equal(scaled.isfinite(), want[1].isfinite())
+    assert torch.equal(inner.isfinite(), want[2].isfinite())
+
+
+def test_large_gates_saturate_the_sigmoid():
+    gate = torch.tensor([-1e20, -1e5, -200.0, -90.0, -80.0, 80.0, 90.0, 200.0, 1e20])
+    gate_up = torch.stack([gate, torch.ones(9)], 1)
+    h, norm_sq = gated_forward(gate_up, torch.ones(9), None)
+    want = F.silu(gate)
+    assert ((h[:, 0] - want).abs() <= want.abs() * 1e-6 + gate.abs() * SATURATED).all()
+    assert norm_sq[:6].isfinite().all()
+    grad, _, _ = gated_backward(
+        gate_up, torch.arange(9).int(), torch.ones(9, 1), torch.ones(9), None
+    )
+    want = torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 1, 1])
+    assert (grad[:, 0] - want).abs().max() < 1e-6
+
+
+def test_bfloat16_rounds_to_nearest_even():
+    # h = silu(g) u with g = 100: the sigmoid is 1 and h = 100 u exactly, then rounded once
+    up = torch.tensor([1.0, 1.0078125, 1.015625, 1.0234375, 3.0, -1.0078125]).bfloat16()
+    gate_up = torch.stack([torch.full_like(up, 100.0), up], 1)
+    scaled, _ = gated_forward(gate_up, torch.ones(6), None)
+    assert torch.equal(scaled[:, 0], (100.0 * up.float()).bfloat16())
+
+
+@pytest.mark.parametrize("act", [None, F.gelu, F.relu, torch.tanh])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_any_activation_equals_autograd(act, dtype):
+    gate_up, factor = _gated_case(dtype)
+    rows = torch.tensor([4, 0, 4, 8], dtype=torch.int32)
+    grad_h, coef = torch.randn(4, 7).to(dtype), torch.rand(4)
+    leaf = gate_up[rows.long()].double().requires_grad_()
+    h = (act or F.silu)(leaf[:, :7]) * leaf[:, 7:]
+    (want,) = torch.autograd.grad(h, leaf, coef[:, None].double() * grad_h.double())
+    grad, scaled, inner = gated_backward(gate_up, rows, grad_h, coef, act)
+    tolerance = 1e-7 if dtype == torch.float64 else 1e-5  # coef is float32
+    assert relative_error(grad, want) <= tolerance
+    assert relative_error(scaled, coef[:, None] * h) <= tolerance
+    assert relative_error(inner, (grad_h.double() * h).sum(1)) <= tolerance
+    scaled, norm_sq = gated_forward(gate_up, factor, act)
+    h = (act or F.silu)(gate_up[:, :7].double()) * gate_up[:, 7:].double()
+    assert relative_error(scaled, factor[:, None] * h) <= tolerance
+    assert relative_error(norm_sq, h.square().sum(1)) <= tolerance
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_and_sum_rows_equal_loops(dtype):
+    rows_UD = torch.randn(5, 8).to(dtype)
+    row_ids = torch.tensor([4, 0, 0, 2, 4, 4], dtype=torch.int32)
+    rows_PD = torch.randn(6, 8).to(dtype)
+    for _ in range(3):
+        gathered = gather_rows(rows_UD, row_ids, "rows")
+        assert torch.equal(gathered, rows_UD[row_ids.long()])
+        summed = sum_rows(rows_PD, row_ids, 6)
+        want = torch.zeros(6, 8, dtype=torch.float64)
+        for row, i in zip(rows_PD, row_ids.tolist(), strict=True):
+            want[i] += row.double()
+        assert relative_error(summed, want) <= TOLERANCE[dtype]
+        assert (summed[[1, 3, 5]] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 0)])
+def test_rows_without_rows(shape):
+    num_pairs, num_rows = shape
+    nothing = torch.zeros(num_pairs, dtype=torch.int32)
+    assert sum_rows(torch.zeros(num_pairs, 4), nothing, num_rows).tolist() == [[0.0] * 4] * num_rows
+    assert gather_rows(torch.zeros(num_rows, 4), nothing, "rows").shape == (0, 4)
+
+
+def test_sum_rows_accumulates_in_float32_and_casts_once():
+    # 4,096 times 2^-9 beside a 1: a bfloat16 sum would stay at 1
+    rows = torch.full((4097, 8), 2.0**-9).bfloat16()
+    rows[0] = 1.0
+    total = sum_rows(rows, torch.zeros(4097, dtype=torch.int32), 1)
+    assert torch.equal(total, torch.full((1, 8), 9.0).bfloat16())
+
+
+def test_sum_rows_has_the_same_bits_every_time():
+    rows, ids = torch.randn(500, 16), torch.randint(20, (500,)).int()
+    first = sum_rows(rows, ids, 20)
+    in_order = torch.zeros(20, 16)
+    for row, i in zip(rows, ids.tolist(), strict=True):
+        in_order[i] += row
+    for _ in range(3):
+        assert torch.equal(sum_rows(rows, ids, 20), first)
+    assert torch.equal(first, in_order)
+
+
+# ---- scratch memory ----------------------------------------------------------------------------
+
+
+def test_scratch_is_reused_grows_and_can_be_given_back():
+    torch.use_deterministic_algorithms(False)  # the next test's fixture switches it on again
+    scratch.release_scratch()
+    cpu = torch.device("cpu")
+    small = scratch.scratch("a", (2, 3), torch.float32, cpu)
+    assert scratch.scratch("a", (3,), torch.float32, cpu).data_ptr() == small.data_ptr()
+    assert scratch.scratch("b", (3,), torch.float32, cpu).data_ptr() != small.data_ptr()
+    assert scratch.scratch("a", (3,), torch.float64, cpu).data_ptr() != small.data_ptr()
+    assert scratch.scratch("a", (5, 2), torch.float32, cpu).shape == (5, 2)
+    assert scratch.scratch_bytes() == 10 * 4 + 3 * 4 + 3 * 8
+    scratch.release_scratch()
+    assert scratch.scratch_bytes() == 0
+
+
+def test_deterministic_mode_poisons_scratch_instead_of_reusing_it():
+    tensor = scratch.scratch("a", (4,), torch.float32, torch.device("cpu"))
+    assert tensor.isnan().all()

@@ -1,0 +1,290 @@
+"""Selection against exact arithmetic: the kept set, the probabilities, the weights.
+
+Shape letters: N = pairs in expert-major order, P = kept pairs, e = experts.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lrmoe.select import (
+    ONE,
+    Segments,
+    blocks,
+    inclusion_probabilities,
+    keep_everything,
+    sampling_sizes,
+    select_sampled,
+    select_top,
+    spread,
+    systematic_sample,
+)
+from tests import oracle
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+
+some_scores = st.one_of(
+    st.sampled_from([0.0, 1.0, 2.0, 1e-30, 1e30, 3e38, NAN, INF]),  # many ties
+    st.floats(0, 1e6, width=32),
+)
+
+
+@st.composite
+def experts_scores_quotas(draw, least_quota=0):
+    """Scores of up to six experts, some empty, and a quota for each."""
+    scores_e = draw(st.lists(st.lists(some_scores, max_size=9), min_size=1, max_size=6))
+    quota_e = [draw(st.integers(min(least_quota, len(scores)), len(scores))) for scores in scores_e]
+    return scores_e, quota_e
+
+
+def _layout(scores_e, dtype=torch.float32):
+    flat = [score for scores in scores_e for score in scores]
+    segments = Segments.of(np.array([len(s) for s in scores_e]), CPU)
+    return torch.tensor(flat, dtype=dtype), segments
+
+
+def _by_expert(values_N, segments):
+    return torch.split(values_N, segments.count_e.tolist())
+
+
+# ---- top ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(experts_scores_quotas())
+def test_select_top_equals_the_oracle(case):
+    scores_e, quota_e = case
+    score_N, segments = _layout(scores_e)
+    selection = select_top(score_N, segments, np.array(quota_e))
+    want_N = oracle.select_top(
+        score_N.tolist(),
+        segments.expert_N.tolist(),
+        oracle.global_pair_ids(0, len(score_N), 1),
+        quota_e,
+    )
+    assert selection.kept_P.tolist() == [i for i, kept in enumerate(want_N) if kept]
+    assert selection.weight_P.tolist() == [1.0] * sum(quota_e)
+    assert selection.weight_P.dtype == torch.float32
+
+
+def test_select_top_orders_negative_scores_too():
+    # a token's loss may be negative (preference losses): larger is still kept first
+    score_N, segments = _layout([[-3.0, -0.5, 0.0, 2.0, -0.0, -INF]])
+    kept = [select_top(score_N, segments, np.array([q])).kept_P.tolist() for q in range(1, 6)]
+    assert kept == [[5], [3, 5], [2, 3, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5]]
+
+
+def test_select_top_breaks_ties_in_long_runs_by_position():
+    score_N, segments = _layout([[1.0] * 5000, [0.0] * 3000])
+    selection = select_top(score_N, segments, np.array([1234, 1]))
+    assert selection.kept_P.tolist() == [*range(1234), 5000]
+
+
+# ---- sizes and probabilities -------------------------------------------------------------------
+
+
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), min_size=1, max_size=9))
+@pytest.mark.parametrize("rho", [0.0, 0.1, 1.0])
+def test_sampling_sizes_equal_the_oracle(rho, scores):
+    score_N, segments = _layout([[5.0, 1.0], scores, []], torch.float64)
+    want = oracle.sampled_sizes(scores, rho)
+    got = _by_expert(sampling_sizes(score_N, segments, rho), segments)[1]
+    assert got.tolist() == pytest.approx(want, rel=1e-12)
+
+
+def test_a_non_finite_score_has_nearly_all_of_the_size():
+    score_N, segments = _layout([[NAN, 1.0, 0.0, 0.0], [INF, NAN, 1.0, 1.0]])
+    first, second = _by_expert(sampling_sizes(score_N, segments, 0.1), segments)
+    assert first.tolist() == pytest.approx([0.9 * 4 + 0.1, 0.1, 0.1, 0.1])
+    assert second.tolist() == pytest.approx([0.9 * 2 + 0.1, 0.9 * 2 + 0.1, 0.1, 0.1])
+
+
+def _units(size_N):
+    """Sizes as the selection counts them: whole multiples of 2^-20, at least one."""
+    return [max(round(size * 2**20), 1) for size in size_N.tolist()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(experts_scores_quotas(least_quota=1), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_inclusion_probabilities_equal_the_exact_ones(case, rho):
+    scores_e, quota_e = case
+    score_N, segments = _layout(scores_e)
+    size_N = sampling_sizes(score_N, segments, rho)
+    pi_N = inclusion_probabilities(size_N, segments, np.array(quota_e))
+    assert pi_N.dtype == torch.int64
+    parts = zip(_by_expert(pi_N, segments), _by_expert(size_N, segments), quota_e, strict=True)
+    for pi_n, size_n, quota in parts:
+        assert int(pi_n.sum()) == quota * ONE
+        assert ((pi_n > 0) & (pi_n <= ONE)).all()
+        want = oracle.inclusion_probabilities(_units(size_n), quota)
+        for got, exact in zip(pi_n.tolist(), want, strict=True):
+            # half a unit of 1 / ONE at either end of a pair's stretch, and the margin of the cap
+            assert abs(got - exact * ONE) <= 2e-6 * exact * ONE + 1
+
+
+def test_no_quota_is_no_probability():
+    score_N, segments = _layout([[1.0, 2.0], [3.0, 4.0, 5.0]])
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    pi_N = inclusion_probabilities(size_N, segments, np.array([0, 1]))
+    assert pi_N[:2].tolist() == [0, 0]
+    assert int(pi_N[2:].sum()) == ONE
+
+
+@pytest.mark.parametrize("quota", [1, 200, 15_000, 19_999, 20_000])
+def test_probabilities_of_a_large_skewed_expert_solve_their_equation(quota):
+    # pi = min(1, c * size) for one c, which 20,000 exact fractions are too slow to say
+    score_N = torch.randn(20_000).mul(4).exp()
+    segments = Segments.of(np.array([20_000]), CPU)
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    pi_N = inclusion_probabilities(size_N, segments, np.array([quota]))
+    assert int(pi_N.sum()) == quota * ONE
+    free_N = pi_N < ONE
+    if free_N.any():
+        ratio = pi_N.double() / torch.tensor(_units(size_N), dtype=torch.float64)
+        c = ratio[free_N].mean()
+        assert (ratio[free_N] / c - 1).abs().max() < 1e-6
+        assert (ratio[~free_N] < c * (1 + 1e-6)).all()  # capped: c * size is at least 1
+
+
+def test_too_many_kept_pairs_are_refused_before_any_sum_overflows():
+    segments = Segments.of(np.array([2]), CPU)
+    with pytest.raises(ValueError, match="4194305 kept pairs on one rank: allowed are 4194304"):
+        inclusion_probabilities(torch.ones(2), segments, np.array([(1 << 22) + 1]))
+
+
+# ---- the sample --------------------------------------------------------------------------------
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    experts_scores_quotas(),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 2**32),
+)
+def test_a_sample_has_exactly_the_quota_of_every_expert(case, rho, dtype, seed):
+    scores_e, quota_e = case
+    score_N, segments = _layout(scores_e, dtype)
+    size_N = sampling_sizes(score_N, segments, rho)
+    quotas = np.array(quota_e)
+    generator = torch.Generator().manual_seed(seed)
+    selection = select_sampled(size_N, segments, quotas, generator)
+    kept_P = selection.kept_P
+    counts = torch.bincount(segments.expert_N[kept_P], minlength=len(quota_e))
+    assert counts.tolist() == quota_e
+    assert (kept_P.diff() > 0).all()
+    pi_N = inclusion_probabilities(size_N, segments, quotas)
+    assert torch.equal(selection.weight_P, (ONE / pi_N[kept_P].double()).to(dtype))
+    # q = n is exact training: weight exactly 1
+    for e, (scores, quota) in enumerate(zip(scores_e, quota_e, strict=True)):
+        if quota == len(scores):
+            assert (selection.weight_P[segments.expert_N[kept_P] == e] == 1).all()
+
+
+def test_a_share_that_was_drawn_itself_divides_the_weight():
+    score_N, segments = _layout([[1.0, 2.0, 3.0], [1.0]])
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    draws = [
+        select_sampled(size_N, segments, np.array([2, 1]), torch.Generator().manual_seed(3), p)
+        for p in (None, np.array([1.0, 0.25]))
+    ]
+    assert torch.equal(draws[0].kept_P, draws[1].kept_P)
+    assert draws[1].weight_P.tolist() == [*draws[0].weight_P[:2].tolist(), 4.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(st.sampled_from([0.0, 1e30, 1.0]), st.floats(0, 9)), min_size=1, max_size=9),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.randoms(use_true_random=False),
+    st.data(),
+)
+def test_integrated_over_the_start_every_pair_is_kept_with_its_probability_exactly(
+    scores, rho, random, data
+):
+    quota = data.draw(st.integers(1, len(scores)))
+    score_N, segments = _layout([[1.0], scores, []])
+    quotas = np.array([1, quota, 0])
+    pi_N = inclusion_probabilities(sampling_sizes(score_N, segments, rho), segments, quotas)
+    order = list(range(len(scores)))
+    random.shuffle(order)
+    order_N = torch.tensor([0, *(1 + i for i in order)])
+    pi = [Fraction(p, ONE) for p in pi_N[1:].tolist()]
+    reached, upper = [Fraction(0)] * len(scores), Fraction(0)
+    for length, picked in oracle.integrate_over_start(pi, order):
+        upper += length
+        if not length:
+            continue
+        # the upper end of a stretch belongs to it here, the lower end in the oracle
+        start = -int(upper * ONE) % ONE
+        kept_N = systematic_sample(pi_N, order_N, torch.tensor([0, start, 0]), segments)
+        assert kept_N[0]
+        assert kept_N[1:].nonzero().flatten().tolist() == picked
+        for i in picked:
+            reached[i] += length
+    assert reached == pi
+
+
+def test_experts_are_drawn_independently_and_every_seed_differs():
+    score_N, segments = _layout([[1.0] * 4] * 200)
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    draws = [
+        select_sampled(
+            size_N, segments, np.ones(200, np.int64), torch.Generator().manual_seed(s)
+        ).kept_P
+        % 4
+        for s in (1, 2, 1)
+    ]
+    assert torch.equal(draws[0], draws[2])
+    # places 0..3 are uniform: 200 / 4 = 50 +- 6.1, six standard deviations
+    assert (torch.bincount(draws[0], minlength=4) - 50).abs().max() < 37
+    agree = (draws[0] == draws[1]).sum().item()
+    assert abs(agree - 50) < 37
+
+
+def test_two_pairs_of_one_expert_are_not_always_together():
+    # systematic sampling in a fixed order would never keep neighbours: the order must be random
+    score_N, segments = _layout([[1.0] * 4])
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    kept = {
+        tuple(
+            select_sampled(
+                size_N, segments, np.array([2]), torch.Generator().manual_seed(seed)
+            ).kept_P.tolist()
+        )
+        for seed in range(200)
+    }
+    assert len(kept) == 6
+
+
+# ---- layout ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=8))
+def test_blocks_and_spread_equal_a_loop(runs):
+    starts, lengths = np.array(runs).T
+    want = [i for start, length in runs for i in range(start, start + length)]
+    assert blocks(starts, lengths, CPU).tolist() == want
+    want = [start for start, length in runs for _ in range(length)]
+    assert spread(starts, lengths, CPU).tolist() == want
+
+
+def test_segments_of_experts_without_pairs():
+    segments = Segments.of(np.array([0, 2, 0, 0, 1, 0]), CPU)
+    assert segments.expert_N.tolist() == [1, 1, 4]
+    assert segments.place_N.tolist() == [0, 1, 0]
+    assert segments.start_N.tolist() == [0, 0, 2]
+    assert segments.last_N.tolist() == [1, 1, 2]
+    empty = Segments.of(np.array([0, 0]), CPU)
+    nothing = torch.zeros(0)
+    for selection in (
+        select_top(nothing, empty, np.array([0, 0])),
+        select_sampled(nothing, empty, np.array([0, 0]), torch.Generator()),
+        keep_everything(0, nothing),
+    ):
+        assert selection.kept_P.tolist() == selection.weight_P.tolist() == []
