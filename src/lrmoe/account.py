@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from lrmoe.compute import Gradients
-from lrmoe.dispatch import Announced, Splits
+from lrmoe.dispatch import Announced, Splits, rows_to_others
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import scratch_bytes
 from lrmoe.pairs import PairTable, forward_instances
-from lrmoe.planner.problem import Int, Plan
+from lrmoe.planner.problem import Plan
 from lrmoe.report import PairRecord, Span, Tally
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, pairs_by_rank
@@ -78,7 +78,7 @@ def account_forward(
     tally.spans.append(("fwd_ms", span))
     tally.add(
         gemm_rows_fwd=gemm_rows,
-        payload_rows_fwd=rows_sent(splits.send_rows_W, exchange),
+        payload_rows_fwd=int(rows_to_others(splits.send_rows_W, exchange.rank)),
         bytes_fwd=exchange.take_sent_bytes(),
         replicas=len(record.plan.instance_expert_V) - len(record.plan.quota_E),
     )
@@ -108,7 +108,7 @@ def account_backward(
     tally.score_mass.append((lrm_N[selection.kept_P].sum(), lrm_N.sum()))
     tally.add(
         gemm_rows_bwd=announced.row_P.shape[0],
-        payload_rows_bwd=rows_sent(announced.splits.send_rows_W, exchange),
+        payload_rows_bwd=int(rows_to_others(announced.splits.send_rows_W, exchange.rank)),
         rows_slack=announced.rows_slack,
         moved_rows=announced.num_moved,
         bytes_bwd=exchange.take_sent_bytes(),
@@ -120,8 +120,3 @@ def account_backward(
         ),
         workspace=scratch_bytes(),
     )
-
-
-def rows_sent(rows_W: Int, exchange: Exchange) -> int:
-    """Rows that go to other ranks."""
-    return int(rows_W.sum() - rows_W[exchange.rank])

@@ -71,7 +71,7 @@ class Announced:
     row_P: torch.Tensor  # experts: int32 payload row, instance-major
     forward_P: torch.Tensor  # experts: int32 place among the forward pass's pairs; < 0: moved here
     coef_P: torch.Tensor  # experts: routing weight times selection weight
-    rows_slack: torch.Tensor  # padding rows this rank sends
+    rows_slack: torch.Tensor  # padding rows this rank sends to others
     num_moved: int  # source: kept pairs that left the instance of their forward pass
     moved_x_UD: torch.Tensor | None  # experts: inputs of the moved pairs' tokens; None: none moved
     moved_row_P: torch.Tensor | None  # experts: int32 row of it, where moved
@@ -285,8 +285,13 @@ def announce_kept(
         moved_x_UD=moved_x_UD,
         moved_row_P=moved_row_P,
         # Stays on the device: nothing waits for it before the report does.
-        rows_slack=int(splits.send_rows_W.sum()) - rows_W.sum(),
+        rows_slack=int(rows_to_others(splits.send_rows_W, rank)) - rows_to_others(rows_W, rank),
     )
+
+
+def rows_to_others(rows_W: Any, rank: int) -> Any:
+    """Rows that go to other ranks, of an array or a tensor."""
+    return rows_W.sum() - rows_W[rank]
 
 
 def _places(sent: MessageOrder, pair_M: torch.Tensor) -> torch.Tensor:

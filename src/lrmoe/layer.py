@@ -10,7 +10,9 @@ e = experts on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -128,6 +130,17 @@ class _Call:
     span: Span
 
 
+def _without_autocast(backward: Callable[..., Any]) -> Any:
+    """Scores and sums keep their dtype where the backward pass is started under autocast."""
+
+    @wraps(backward)
+    def run(ctx: Any, grad_TD: torch.Tensor) -> Any:
+        with torch.autocast(grad_TD.device.type, enabled=False):
+            return backward(ctx, grad_TD)
+
+    return run
+
+
 class _RecalibratedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -221,6 +234,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         return output_TD
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))

@@ -118,7 +118,7 @@ def _quieten(ranks: Ranks) -> None:
     from transformers.utils import logging as transformers_logging
 
     if not (ranks.is_first and sys.stderr.isatty()):
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # At each checkpoint, about the two gathers that moving strided shards takes.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # At each checkpoint of a run on one rank.
@@ -257,7 +257,8 @@ def load_model(
 
         def make_initial() -> None:
             set_seed(settings.training.seed)
-            AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model.save_pretrained(path)
 
         ranks.on_first(make_initial)
     arguments: dict[str, Any] = {"config": config, "dtype": dtype}

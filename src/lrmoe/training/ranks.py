@@ -82,6 +82,10 @@ class Ranks:
         return result
 
     def close(self) -> None:
-        """Ends the process group."""
+        """Ends the process groups and joins the threads of ours."""
+        # A thread of gloo that lets go of a finished collective while the interpreter is already
+        # shutting down aborts the process. The last collective of a run is on our group, and
+        # without our reference it ends with the others.
+        self._group = None
         if dist.is_initialized():
             dist.destroy_process_group()
