@@ -22,7 +22,15 @@ from lrmoe.bench.workloads import Shape, largest_imbalance, least_experts, route
 from tests.ranks import run_ranks
 
 TINY = LayerBench(
-    tokens=96, hidden=32, ffn=16, experts=16, top_k=4, ranks=2, rounds=2, warmup=1, imbalance=1.5
+    tokens=96,
+    hidden=32,
+    ffn=16,
+    experts=16,
+    top_k=4,
+    ranks=2,
+    dtypes=("bf16", "fp32"),
+    rounds=2,
+    imbalance=1.5,
 )
 SHAPE = Shape(ranks=2, tokens=2048, experts=64, top_k=8, imbalance=1.79, empty_source=False)
 ARCHITECTURE_KEYS = {
@@ -203,8 +211,9 @@ def command(*arguments):
 
 
 def arguments_of(bench):
-    keys = ("tokens", "hidden", "ffn", "experts", "top_k", "rounds", "warmup", "imbalance")
-    return [part for key in keys for part in (f"--{key}", str(getattr(bench, key)))]
+    keys = ("tokens", "hidden", "ffn", "experts", "top_k", "rounds", "imbalance")
+    given = [part for key in keys for part in (f"--{key}", str(getattr(bench, key)))]
+    return [*given, "--dtypes", ",".join(bench.dtypes)]
 
 
 def with_a_broken_gradient(*arguments):

@@ -13,7 +13,6 @@ from lrmoe.dispatch import Announced, Splits, rows_to_others
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import scratch_bytes
 from lrmoe.pairs import PairTable, forward_instances
-from lrmoe.planner.problem import Plan
 from lrmoe.report import PairRecord, Span, Tally
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, pairs_by_rank
@@ -31,14 +30,14 @@ def scatter_pairs(
 
 def pair_record(
     saved: dict[str, torch.Tensor],
-    plan: Plan,
+    record: CallRecord,
     exchange: Exchange,
     pairs: PairTable,
     selection: Selection,
     lrm_N: torch.Tensor,
 ) -> PairRecord:
     """Every pair of a layer call, [T, K] each."""
-    p_TK = saved["p_TK"]
+    p_TK, plan = saved["p_TK"], record.plan
     instance_N = forward_instances(plan, plan.forward_WV[exchange.rank], p_TK.device)
     if instance_N is None:
         instance_N = pairs.expert_N
@@ -52,6 +51,7 @@ def pair_record(
     backward_rank_TK = scatter_pairs(rank_V[instance_P] + 1, pairs, selection, p_TK) - 1
     weight_TK = scatter_pairs(selection.weight_P, pairs, selection, p_TK)
     return PairRecord(
+        call=record.number,
         expert=saved["top_k_index_TK"].clone(),
         score=torch.empty_like(lrm_N).index_copy_(0, pairs.flat_N, lrm_N).view(p_TK.shape).float(),
         kept=weight_TK > 0,

@@ -69,12 +69,12 @@ def train(arguments: Sequence[str]) -> int:
             launch(settings, settings.nproc)
         except RanksFailedError as error:
             print(f"lrmoe: {error}", file=sys.stderr)
-            print(
-                f"lrmoe: a rank failed. If {settings.run_dir} holds a checkpoint, continue with: "
-                f"lrmoe train {settings.run_dir}/config.yaml --resume true --nproc "
-                f"{settings.nproc}",
-                file=sys.stderr,
-            )
+            if (Path(settings.run_dir or "") / "checkpoints").is_dir():
+                print(
+                    f"lrmoe: continue from the last checkpoint with: lrmoe train "
+                    f"{settings.run_dir}/config.yaml --resume true --nproc {settings.nproc}",
+                    file=sys.stderr,
+                )
             return EXIT_FAILED
     summary = Path(settings.run_dir or "") / "summary.json"
     if json_file is not None and summary.is_file() and os.environ.get("RANK", "0") == "0":

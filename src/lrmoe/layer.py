@@ -10,6 +10,7 @@ e = experts on this rank.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -37,7 +38,7 @@ from lrmoe.planner.problem import Int, Plan
 from lrmoe.report import Span
 from lrmoe.score import lrm, row_norm_sq
 from lrmoe.select import Selection
-from lrmoe.state import CallRecord, LayerState, pairs_by_rank
+from lrmoe.state import CallRecord, LayerState, pairs_by_rank, refuse_call
 
 _ACTIVATIONS: dict[str, Activation | None] = {
     "silu": None,
@@ -80,16 +81,29 @@ def experts(
         ValueError: naming the argument, its value and what is allowed; before the first collective,
             and on every rank where only one is at fault.
     """
-    _check(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, act)
-    state = state if state is not None else LayerState()
     exchange = Exchange(group)
+    try:
+        _check(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, act)
+    except ValueError:
+        refuse_call(exchange, gate_up_proj)
+        raise
+    state = state if state is not None else LayerState()
     span = Span(hidden_states.device, exchange.num_ranks)
     num_experts = gate_up_proj.shape[0] * exchange.num_ranks
-    tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj)
-    is_differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = [
+        torch.is_grad_enabled() and t.requires_grad
+        for t in (hidden_states, top_k_weights, gate_up_proj, down_proj)
+    ]
+    is_differentiable = any(needs_grad)
     pairs = sort_pairs(top_k_index)
     record = state.begin_call(
-        exchange, top_k_index, pairs, num_experts, is_differentiable=is_differentiable
+        exchange,
+        top_k_index,
+        pairs,
+        num_experts,
+        is_differentiable=is_differentiable,
+        needs_x=needs_grad[0],
+        needs_p=needs_grad[1],
     )
     call = _Call(
         state=state,
@@ -209,11 +223,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 num_rows = int(announced.splits.receive_rows_W.sum())
                 x_UD, gate_up_R2F = compute.compact_saved(x_UD, gate_up_R2F, kept, num_rows)
             saved |= announced.tensors()
-            ctx.backward_splits = (
-                announced.kept_WV,
-                announced.splits,
-                announced.num_moved,
-            )
+            record.kept_host = (announced.kept_WV, announced.splits, announced.num_moved)
         else:
             saved["row_R"] = arrived.row_R
             if not plan.is_home_only:
@@ -250,8 +260,9 @@ class _RecalibratedExperts(torch.autograd.Function):
 
         if "row_P" in saved:  # drawn in the forward pass
             assert record.selection is not None
+            assert record.kept_host is not None
             selection = record.selection
-            announced = dispatch.Announced.restore(saved, *ctx.backward_splits)
+            announced = dispatch.Announced.restore(saved, *record.kept_host)
         else:
             selection = choose_pairs(
                 p_N,
@@ -312,7 +323,8 @@ class _RecalibratedExperts(torch.autograd.Function):
             state.tally, exchange, record, announced, selection, lrm_N, grads, grad_UD, span
         )
         if state.captured is not None:
-            state.captured.append(pair_record(saved, plan, exchange, pairs, selection, lrm_N))
+            captured = pair_record(saved, record, exchange, pairs, selection, lrm_N)
+            insort(state.captured, captured, key=lambda pair_record: pair_record.call)
         return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
 
 

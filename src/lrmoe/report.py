@@ -72,6 +72,7 @@ class LayerReport:
 class PairRecord:
     """Every pair of one layer call on its source rank, [T, K] each."""
 
+    call: int  # number of the layer's calls before it
     expert: torch.Tensor
     score: torch.Tensor  # LRM, float32
     kept: torch.Tensor  # bool

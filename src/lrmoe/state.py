@@ -47,8 +47,13 @@ class CallRecord:
     plan: Plan
     rows_WW: Int
     """Unique token rows from each source (first) to each destination rank in the forward pass."""
+    number: int
+    """Of this layer's differentiable calls, counted alike on every rank."""
+    may_be_recomputed: bool
     selection: Selection | None = None
     """Made in the forward pass (``draw="forward"``); replayed, never drawn again."""
+    kept_host: tuple[Any, ...] | None = None
+    """Counts of the kept pairs (``draw="forward"``)."""
     was_replayed: bool = False
 
 
@@ -70,6 +75,7 @@ class LayerState:
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
         self._calls: weakref.WeakValueDictionary[int, CallRecord] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
 
     def finish_step(self) -> None:
         """An optimizer step ends here: the next call belongs to the next step."""
@@ -105,21 +111,25 @@ class LayerState:
         num_experts: int,
         *,
         is_differentiable: bool,
+        needs_x: bool = False,
+        needs_p: bool = False,
     ) -> CallRecord:
         """Count, agree and plan (one collective, one host sync), or replay the plan made before.
 
         Raises:
-            ValueError: on every rank, if some rank's expert ids are out of range.
+            ValueError: on every rank, if some rank's expert ids are out of range, or the ranks
+                disagree on what needs a gradient.
             RuntimeError: on every rank, if a recomputation under activation checkpointing does not
                 route as the first forward did.
         """
-        if is_differentiable and torch._C._current_graph_task_id() != -1:
+        # Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if is_differentiable and is_hooked and torch._C._current_graph_task_id() != -1:
             replayed = self._replay(exchange, top_k_index_TK)
             if replayed is not None:
                 return replayed
-        counts_WE, rows_WW = _gather_counts(
-            exchange, top_k_index_TK, pairs, num_experts, is_differentiable
-        )
+        needs = is_differentiable + 2 * needs_x + 4 * needs_p
+        counts_WE, rows_WW = _gather_counts(exchange, top_k_index_TK, pairs, num_experts, needs)
         started = time.perf_counter()
         plan_ = plan(self._problem(counts_WE, is_differentiable, exchange))
         plan_us = (time.perf_counter() - started) * 1e6
@@ -135,6 +145,8 @@ class LayerState:
             counts_WE=counts_WE,
             plan=plan_,
             rows_WW=rows_WW,
+            number=next(self._numbers) if is_differentiable else -1,
+            may_be_recomputed=is_hooked,
         )
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
@@ -186,29 +198,32 @@ class LayerState:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     def _replay(self, exchange: Exchange, top_k_index_TK: torch.Tensor) -> CallRecord | None:
-        """The call that the running backward pass recomputes; ``None`` under reentrant
-        checkpointing, whose first forward has no graph and so left no call to replay."""
+        """The call that the running backward pass recomputes; ``None`` if no call has a graph that
+        could be recomputed."""
         # Of two calls with the same routing the latest, whose backward pass usually comes first;
         # one that was replayed already comes again only under retain_graph.
-        calls = sorted(self._calls.values(), key=lambda call: (call.was_replayed, -call.id))
-        found = next(
-            (c for c in calls if torch.equal(c.top_k_index_TK, top_k_index_TK)),
-            None,
+        calls = sorted(
+            (call for call in self._calls.values() if call.may_be_recomputed),
+            key=lambda call: (call.was_replayed, -call.id),
         )
-        outcome = 1 if found is not None else (2 if calls else 0)
-        # One small collective and host sync, so that a mismatch ends every rank and hangs none.
-        outcomes = exchange.all_gather_counts(
-            torch.tensor([outcome], device=top_k_index_TK.device)
-        )[:, 0]
-        if outcomes.max() == 2 or outcomes.min() != outcomes.max():
+        alike = [c for c in calls if torch.equal(c.top_k_index_TK, top_k_index_TK)]
+        bits = {1 << call.number % 62 for call in alike}
+        # One small collective and host sync: a mismatch ends every rank and hangs none, and all
+        # replay the same call where some rank routed several alike (without tokens, say).
+        outcome = torch.tensor([sum(bits), len(calls)], device=top_k_index_TK.device)
+        bits_W, calls_W = exchange.all_gather_counts(outcome).T
+        common = int(np.bitwise_and.reduce(bits_W))
+        if not calls_W.any():
+            return None
+        if not common:
             raise RuntimeError(
                 f"layer {self.layer}: the recomputation under activation checkpointing routes "
-                "differently from the first forward (per rank, 1 = same routing: "
-                f"{outcomes.tolist()}). The router must be deterministic: check dropout, and state "
-                "changed between forward and backward"
+                "differently from the first forward (per rank, whether some call routed alike: "
+                f"{(bits_W != 0).tolist()}). The router must be deterministic: check dropout, and "
+                "state changed between forward and backward"
             )
-        if found is not None:
-            found.was_replayed = True
+        found = next(call for call in alike if common >> call.number % 62 & 1)
+        found.was_replayed = True
         return found
 
 
@@ -217,7 +232,7 @@ def _gather_counts(
     top_k_index_TK: torch.Tensor,
     pairs: PairTable,
     num_experts: int,
-    is_differentiable: bool,
+    needs: int,
 ) -> tuple[Int, Int]:
     """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none."""
     W, device = exchange.num_ranks, top_k_index_TK.device
@@ -225,19 +240,25 @@ def _gather_counts(
     expert_N = pairs.expert_N.clamp(0, num_experts - 1)
     home_N = expert_N // (num_experts // W)
     _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
-    flags = torch.stack([is_outside_N.sum(), torch.tensor(int(is_differentiable), device=device)])
+    flags = torch.stack([is_outside_N.sum(), torch.tensor(needs, device=device)])
     counts_E = torch.bincount(expert_N, minlength=num_experts)
     gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, flags]))
-    outside_W, differentiable_W = gathered[:, -2], gathered[:, -1]
+    outside_W, needs_W = gathered[:, -2], gathered[:, -1]
+    if outside_W.min() < 0:
+        raise ValueError(
+            "the arguments of another rank were refused, whose message says why; ranks: "
+            f"{(outside_W < 0).nonzero()[0].tolist()}"
+        )
     if outside_W.any():
         raise ValueError(
             f"top_k_index: allowed are expert ids 0 <= id < {num_experts}; ids outside per rank: "
             f"{outside_W.tolist()}"
         )
-    if differentiable_W.min() != differentiable_W.max():
+    if needs_W.min() != needs_W.max():
         raise ValueError(
-            "some ranks run this layer with gradients and some without (per rank: "
-            f"{differentiable_W.tolist()}); all ranks must do the same"
+            "the ranks disagree on what needs a gradient (per rank, 0: nothing; else 1, plus 2 for "
+            f"hidden_states, plus 4 for top_k_weights: {needs_W.tolist()}); all ranks must do the "
+            "same"
         )
     return gathered[:, :num_experts], gathered[:, num_experts : num_experts + W]
 
@@ -252,6 +273,12 @@ def _gather_rows(
         order.to_message(pairs.token_N), order.rank_M, len(top_k_index_TK), exchange.num_ranks
     )
     return exchange.all_gather_counts(rows_W)
+
+
+def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor) -> None:
+    """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
+    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 2
+    exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 
 
 def pairs_by_rank(plan_: Plan, pairs_WV: Int) -> Int:

@@ -62,8 +62,8 @@ def test_all_micro_batches_count_once(model):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_is_not_counted(model, use_reentrant):
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs={"use_reentrant": use_reentrant}
     )
     bias, loads = CorrectionBias(model, RATE), Loads(model)
     model(**ids_and_labels(0)).loss.backward()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lrmoe import cli
 from lrmoe.training.data import load_text
 from lrmoe.training.settings import TrainSettings
-from tests.train.runs import environment, with_
+from tests.train.runs import environment, start, with_
 
 slow = [pytest.mark.dist, pytest.mark.slow]
 
@@ -31,6 +31,11 @@ slow = [pytest.mark.dist, pytest.mark.slow]
         (["train", "--recalibration.rate", "1.5"], "recalibration.rate=1.5: allowed is"),
         (["train", "--data.block_size", "1"], "data.block_size=1: must be at least 2"),
         (["train", "--nproc", "2", "--parallel.ep_size", "3"], "parallel.ep_size=3: must divide"),
+        (
+            ["train", "--nproc", "2", "--data.path", "nowhere"],
+            "data.path='nowhere': does not exist",
+        ),
+        (["train", "--nproc", "2", "--model.path", "nowhere"], "a directory with a config.json"),
         (["train", "--resume", "true"], "name the run directory to continue"),
         (["train", "nowhere.yaml"], "no such file"),
     ],
@@ -122,6 +127,20 @@ class TestRunDirectory:
 def _keys(file):
     with safe_open(file, framework="pt") as tensors:
         return {(key, tuple(tensors.get_slice(key).get_shape())) for key in tensors.keys()}  # noqa: SIM118
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_failing_rank_ends_all_and_its_traceback_is_shown(tiny, tmp_path):
+    settings = with_(
+        replace(tiny, run_dir=str(tmp_path / "run")), training={"lr_scheduler_type": "zigzag"}
+    )
+    output = start(settings, 2, expect=cli.EXIT_FAILED)
+    last = output.split("ended with exit code 1")[1]
+    assert "Traceback (most recent call last)" in last
+    assert "training_arguments" in last
+    assert "zigzag is not a valid SchedulerType" in last
+    assert not any((tmp_path / "run").iterdir())  # so that it can be tried again
 
 
 @pytest.mark.dist

@@ -24,7 +24,8 @@ class LayerBench:
     workloads: tuple[str, ...] = ("W0", "W1", "W2", "W4", "W5")
     """W0 balanced, W1 hot expert set, W2 hot rank, W4 ragged sources, W5 zero-load experts and
     rank."""
-    dtypes: tuple[str, ...] = ("bf16", "fp32")
+    dtypes: tuple[str, ...] = ("bf16",)
+    """bf16, fp32."""
     rates: tuple[float, ...] = (0.0, 0.2, 0.5)
     """Shares of pairs without a backward pass, one arm each."""
     tokens: int = 4096
@@ -47,9 +48,9 @@ class LayerBench:
     router_grad: str = "kept"
     rows: str = "exact"
     save: str = "activations"
-    rounds: int = 9
+    rounds: int = 7
     """Measured rounds; every round times every arm once."""
-    warmup: int = 2
+    warmup: int = 1
     """Rounds before those, not counted."""
     clock: str = "auto"
     """wall: the slowest rank between barriers. cpu: each rank's own CPU time, for ranks that share

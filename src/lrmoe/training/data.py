@@ -9,7 +9,6 @@ Shape letters: S = tokens per block, N = tokens of a split.
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,6 +81,7 @@ def load_text(settings: DataSettings) -> TextData:
         ValueError: if the path, the files, the text column or the tokenizer are not usable, or a
             split is shorter than one block.
     """
+    settings.check_files()
     documents = list(_documents(settings))
     if len(documents) > 1:
         held_out = max(1, round(len(documents) * settings.validation_share))
@@ -123,8 +123,6 @@ def _documents(settings: DataSettings) -> Iterator[str | bytes]:
         yield from (file.read_bytes() for file in files)
         return
     root = Path(settings.path)
-    if not root.exists():
-        raise ValueError(f"data.path={settings.path!r}: does not exist")
     if root.is_dir() and (root / "dataset_info.json").is_file():
         yield from _column(_load_saved_dataset(root), settings)
         return
@@ -191,8 +189,6 @@ def _column(dataset: Any, settings: DataSettings) -> Iterator[str]:
 def _load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
-    if not os.path.isdir(path):
-        raise ValueError(f"data.tokenizer={path!r}: must be a directory with a tokenizer")
     return AutoTokenizer.from_pretrained(path)
 
 

@@ -86,13 +86,15 @@ def _run(settings: TrainSettings, ranks: Ranks, started: float) -> Outcome:
     console = Console(quiet=not ranks.is_first, soft_wrap=True)
     directory = RunDirectory(ranks.on_first(lambda: str(_claim(settings))))
     settings = dataclasses.replace(settings, run_dir=str(directory.root))
+    job = _Job(settings, load_text(settings.data), ranks, directory, console)
 
-    text = load_text(settings.data)
-    model_config = load_model_config(settings, text)
-    agreement = _agreement(settings, text, model_config, ranks.world_size)
-    resume_from = ranks.on_first(lambda: _resume_point(settings, directory, agreement, console))
+    model_config = load_model_config(settings, job.text)
+    arguments = training_arguments(settings, directory)
+    agreement = _agreement(job, model_config)
+    resume_from = ranks.on_first(lambda: _resume_point(job, agreement))
     if ranks.is_first:
-        write_atomically(directory.config, yaml.safe_dump(settings.to_dict(), sort_keys=False))
+        again = dataclasses.replace(settings, resume=False)
+        write_atomically(directory.config, yaml.safe_dump(again.to_dict(), sort_keys=False))
 
     model = load_model(settings, model_config, directory, ranks)
     handle = None
@@ -100,17 +102,29 @@ def _run(settings: TrainSettings, ranks: Ranks, started: float) -> Outcome:
         import lrmoe
 
         handle = lrmoe.configure(model, settings.recalibration)
-    trainer, stop = _make_trainer(
-        settings, text, ranks, directory, handle, agreement, model, console
-    )
-    blocks = f"{len(text.train):,} blocks of {settings.data.block_size} tokens"
+    trainer, stop = _make_trainer(job, model, handle, arguments, agreement)
+    blocks = f"{len(job.text.train):,} blocks of {settings.data.block_size} tokens"
     console.print(f"{directory.root}: {_describe_model(model)}; {blocks}", highlight=False)
 
+    if resume_from is not None and _reached_end(trainer, resume_from, console):
+        checkpoint.load_model(resume_from, model)
+        return _finished(job, model, started)
     with stop.listening():
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     if stop.stopped:
-        return _stopped(settings, directory, trainer, ranks, console)
-    return _finished(settings, directory, trainer, text, ranks, console, started)
+        return _stopped(job, trainer.state.global_step)
+    return _finished(job, model, started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every part of a run needs."""
+
+    settings: TrainSettings
+    text: TextData
+    ranks: Ranks
+    directory: RunDirectory
+    console: Console
 
 
 def _quieten(ranks: Ranks) -> None:
@@ -139,10 +153,9 @@ def _claim(settings: TrainSettings) -> Path:
     return root
 
 
-def _agreement(
-    settings: TrainSettings, text: TextData, model_config: Any, world_size: int
-) -> dict[str, Any]:
+def _agreement(job: _Job, model_config: Any) -> dict[str, Any]:
     """What a run must share with a checkpoint it resumes from, by the name of the setting."""
+    settings = job.settings
     values: dict[str, Any] = {}
     for section, fields in settings.to_dict().items():
         if section in ("run_dir", "resume", "nproc", "parallel"):
@@ -151,10 +164,12 @@ def _agreement(
             if key not in _FREE.get(section, ()):
                 values[f"{section}.{key}"] = value
     training = settings.training
-    values["data (fingerprint of the tokens)"] = text.fingerprint
+    values["data (fingerprint of the tokens)"] = job.text.fingerprint
     values["parallel.ep_implementation"] = settings.parallel.ep_implementation
     values["blocks per step (batch size x micro-batches x ranks)"] = (
-        training.per_device_train_batch_size * training.gradient_accumulation_steps * world_size
+        training.per_device_train_batch_size
+        * training.gradient_accumulation_steps
+        * job.ranks.world_size
     )
     for key, value in model_config.to_diff_dict().items():
         if key not in ("transformers_version", "dtype", "lrmoe", "use_cache"):
@@ -164,15 +179,14 @@ def _agreement(
     return plain
 
 
-def _resume_point(
-    settings: TrainSettings, directory: RunDirectory, agreement: dict[str, Any], console: Console
-) -> Path | None:
-    """The checkpoint to start from, after the step logs were cut back to it."""
-    if not settings.resume:
+def _resume_point(job: _Job, agreement: dict[str, Any]) -> Path | None:
+    """The checkpoint to start from, after the files of the run were cut back to it."""
+    if not job.settings.resume:
         return None
+    directory = job.directory
     found = checkpoint.find_newest(directory.checkpoints)
     for sentence in found.ignored:
-        console.print(f"ignored: checkpoints/{sentence}", highlight=False)
+        job.console.print(f"ignored: checkpoints/{sentence}", highlight=False)
     if found.newest is None:
         raise ValueError(
             f"run_dir={str(directory.root)!r}: holds no complete checkpoint to resume from"
@@ -185,16 +199,20 @@ def _resume_point(
                 f"{key}={agreement.get(key)!r}: the checkpoint {found.newest.name} was trained "
                 f"with {saved.get(key)!r}; use that value, or start a new run"
             )
-    step = manifest["step"]
-    if settings.training.max_steps is not None and step >= settings.training.max_steps:
-        raise ValueError(
-            f"training.max_steps={settings.training.max_steps}: the run has already reached step "
-            f"{step}; raise it to train on"
-        )
     checkpoint.point_latest(found.newest)
-    directory.truncate_step_logs(step)
-    console.print(f"resuming from {found.newest.name}", highlight=False)
+    directory.truncate_step_logs(manifest["step"])
+    directory.summary.unlink(missing_ok=True)
+    job.console.print(f"resuming from {found.newest.name}", highlight=False)
     return found.newest
+
+
+def _reached_end(trainer: Any, resume_from: Path, console: Console) -> bool:
+    """Whether only the export and the summary are left to do."""
+    step = checkpoint.read_manifest(resume_from)["step"]
+    *_, last = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    if step >= last:
+        console.print(f"the run has already reached step {step} of {last}", highlight=False)
+    return bool(step >= last)
 
 
 def load_model_config(settings: TrainSettings, text: TextData) -> Any:
@@ -208,10 +226,9 @@ def load_model_config(settings: TrainSettings, text: TextData) -> Any:
     from lrmoe.training.presets import preset_config
 
     model = settings.model
+    model.check_files()
     if model.path is None:
         config = preset_config(model.preset, model.overrides)
-    elif not (Path(model.path) / "config.json").is_file():
-        raise ValueError(f"model.path={model.path!r}: must be a directory with a config.json")
     else:
         config = AutoConfig.from_pretrained(model.path)
     if config.model_type not in MODEL_TYPES:
@@ -284,34 +301,27 @@ def load_model(
 
 
 def _make_trainer(
-    settings: TrainSettings,
-    text: TextData,
-    ranks: Ranks,
-    directory: RunDirectory,
-    handle: Any,
-    agreement: dict[str, Any],
-    model: torch.nn.Module,
-    console: Console,
+    job: _Job, model: torch.nn.Module, handle: Any, arguments: Any, agreement: dict[str, Any]
 ) -> tuple[Any, StopOnSignal]:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from lrmoe.training.trainer import MoETrainer
 
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(directory.tensorboard))
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.directory.tensorboard))
     trainer = MoETrainer(
-        settings=settings,
-        text=text,
-        ranks=ranks,
-        directory=directory,
+        settings=job.settings,
+        text=job.text,
+        ranks=job.ranks,
+        directory=job.directory,
         handle=handle,
         agreement=agreement,
         model=model,
-        args=training_arguments(settings, directory),
+        args=arguments,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(StepLines(console))
-    stop = StopOnSignal(ranks)
+    trainer.add_callback(StepLines(job.console))
+    stop = StopOnSignal(job.ranks)
     trainer.add_callback(stop)
     return trainer, stop
 
@@ -368,40 +378,29 @@ def _describe_model(model: Any) -> str:
     )
 
 
-def _stopped(
-    settings: TrainSettings, directory: RunDirectory, trainer: Any, ranks: Ranks, console: Console
-) -> Outcome:
-    step = trainer.state.global_step
-    console.print(
+def _stopped(job: _Job, step: int) -> Outcome:
+    job.console.print(
         f"stopped at step {step}, checkpoint saved; continue with: "
-        f"lrmoe train {directory.config} --resume true",
+        f"lrmoe train {job.directory.config} --resume true",
         highlight=False,
     )
-    return Outcome(run_dir=str(directory.root), summary={"steps": step}, completed=False)
+    return Outcome(run_dir=str(job.directory.root), summary={"steps": step}, completed=False)
 
 
-def _finished(
-    settings: TrainSettings,
-    directory: RunDirectory,
-    trainer: Any,
-    text: TextData,
-    ranks: Ranks,
-    console: Console,
-    started: float,
-) -> Outcome:
+def _finished(job: _Job, model: torch.nn.Module, started: float) -> Outcome:
     from lrmoe.training.export import export_final
     from lrmoe.training.plots import draw_plots
     from lrmoe.training.summary import print_table, summarize
 
-    if trainer.last_evaluated_step != trainer.state.global_step:
-        trainer.evaluate()
-    export_final(trainer.model, text.tokenizer, directory.final, ranks)
-    summary = None
-    if ranks.is_first:
+    directory = job.directory
+    export_final(model, job.text.tokenizer, directory.final, job.ranks)
+
+    def conclude() -> dict[str, Any]:
         summary = summarize(directory, wall_s=time.monotonic() - started)
         write_atomically(directory.summary, json.dumps(summary, indent=1) + "\n")
         draw_plots(directory)
-        print_table(summary, directory, console)
-    summary = ranks.on_first(lambda: summary)
-    assert summary is not None
+        print_table(summary, directory, job.console)
+        return summary
+
+    summary = job.ranks.on_first(conclude)
     return Outcome(run_dir=str(directory.root), summary=summary, completed=True)

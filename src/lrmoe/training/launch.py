@@ -40,6 +40,8 @@ def launch(settings: TrainSettings, nproc: int) -> bool:
     """
     # Refused here, these are one line; on the ranks they would be a traceback each.
     settings.on_ranks(nproc)
+    settings.data.check_files()
+    settings.model.check_files()
     if not settings.resume:
         refuse_used(Path(settings.run_dir or default_run_dir()))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))

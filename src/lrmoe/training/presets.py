@@ -36,8 +36,7 @@ def qwen3_moe_small() -> PreTrainedConfig:
         intermediate_size=256,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        # Five times Qwen3's own: so short a run from scratch has to balance its experts sooner.
-        router_aux_loss_coef=0.005,
+        router_aux_loss_coef=0.001,
         output_router_logits=True,
     )
 

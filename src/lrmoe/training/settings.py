@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from lrmoe.config import Recalibration
@@ -35,6 +36,11 @@ class ModelSettings:
                 "config is not changed; leave model.overrides empty"
             )
 
+    def check_files(self) -> None:
+        """Raises ``ValueError`` if ``path`` is not what it should be."""
+        if self.path is not None and not (Path(self.path) / "config.json").is_file():
+            raise ValueError(f"model.path={self.path!r}: must be a directory with a config.json")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -60,6 +66,15 @@ class DataSettings:
         if not 0 < self.validation_share < 1:
             raise ValueError(
                 f"data.validation_share={self.validation_share!r}: allowed is 0 < share < 1"
+            )
+
+    def check_files(self) -> None:
+        """Raises ``ValueError`` if ``path`` or ``tokenizer`` is not what it should be."""
+        if self.path is not None and not Path(self.path).exists():
+            raise ValueError(f"data.path={self.path!r}: does not exist")
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer!r}: must be a directory with a tokenizer"
             )
 
 

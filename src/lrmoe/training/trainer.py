@@ -63,7 +63,6 @@ class MoETrainer(_Trainer):  # type: ignore[misc]
         self._settings = settings
         self._agreement = agreement
         self._restored: dict[str, Any] = {}
-        self.last_evaluated_step = -1
         self.add_callback(_StepClock(self))
 
     # Data
@@ -126,7 +125,6 @@ class MoETrainer(_Trainer):  # type: ignore[misc]
                 if load:
                     append_row(self.directory.expert_load, {"step": step, "load": load})
         elif "eval_loss" in logs:
-            self.last_evaluated_step = step
             logs["eval_ppl"] = math.exp(min(logs["eval_loss"], 700.0))
             totals = self.window.totals(self.ranks)
             if self.ranks.is_first:
@@ -235,4 +233,5 @@ class _StepClock(transformers.TrainerCallback):
         reports = [] if handle is None else handle.reports()
         self._trainer.window.add_step(seconds, self._tokens, reports)
         if state.global_step >= state.max_steps:
-            control.should_log = True  # the last step has a row, whatever logging_steps divides
+            # The last step has its rows, whatever logging_steps and eval_steps divide.
+            control.should_log = control.should_evaluate = True
