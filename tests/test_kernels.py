@@ -66,6 +66,16 @@ def test_grouped_mm_equals_a_loop(dtype, counts, widths, transposed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_mm_takes_weights_without_a_dense_axis(dtype):
+    weight = torch.randn(2, 16, 8, 8).to(dtype)[..., 0]
+    rows = torch.randn(4, 16).to(dtype)
+    want = torch.cat(
+        [rows[:1].double() @ weight[0].double(), rows[1:].double() @ weight[1].double()]
+    )
+    assert relative_error(grouped_mm(rows, weight, _offsets([1, 3])), want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("widths", [(16, 8), (8, 24), (5, 3), (8, 3), (3, 8)])
 @pytest.mark.filterwarnings("ignore:.*not a multiple of 16 bytes")

@@ -407,12 +407,6 @@ def test_pipeline_parallelism_is_refused(model):
         lrmoe.configure(model, HALF)
 
 
-def test_tensor_parallelism_is_refused(model):
-    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None, get_local_rank=lambda: 0)
-    with pytest.raises(ValueError, match=r"tp_size=2 .*: allowed is tp_size=1"):
-        plugin.ExpertParallel(experts_of(model)[0], mesh, mesh)
-
-
 def test_experts_inside_another_implementation_are_refused(model, batch):
     lrmoe.configure(model, HALF)
     experts_of(model)[0]._is_expert_parallel = True

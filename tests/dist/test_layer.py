@@ -65,9 +65,15 @@ def make_job(
     num_experts: int = 6,
     frozen: tuple[str, ...] = (),
     quiet_rank: int | None = None,
+    is_tied: bool = False,
     **shape: Any,
 ) -> Job:
-    """Return a job with these tokens per rank; the gradients of ``quiet_rank`` are tiny."""
+    """Return a job with these tokens per rank.
+
+    Args:
+        quiet_rank: its gradients are tiny.
+        is_tied: all tokens of all ranks are the same one, so that pair ids decide.
+    """
     cases = [
         make_case(n, num_experts=num_experts, seed=rank, dtype=dtype, **shape)
         for rank, n in enumerate(num_tokens)
@@ -75,7 +81,13 @@ def make_job(
     cases = [c._replace(gate_up=cases[0].gate_up, down=cases[0].down) for c in cases]
     if quiet_rank is not None:
         cases[quiet_rank].grad.mul_(1e-6)
-    return Job(cases, config, [torch.randn(n) for n in num_tokens], frozen)
+    if is_tied:
+        first = {n: getattr(cases[0], n)[:1] for n in ("x", "expert", "p", "grad")}
+        cases = [
+            c._replace(**{name: a.repeat(len(c.x), 1) for name, a in first.items()}) for c in cases
+        ]
+    losses = [torch.zeros(n) if is_tied else torch.randn(n) for n in num_tokens]
+    return Job(cases, config, losses, frozen)
 
 
 def local(case: Case, rank: int, world_size: int) -> Case:
@@ -317,6 +329,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
         "used": (1, 4),
     },
     "every expert of every token": {"num_tokens": (3, 4), "top_k": 6, "used": range(6)},
+    "the same token everywhere": {"num_tokens": (4, 5), "is_tied": True},
     "wide": {"num_tokens": (6, 11), "hidden": 16, "width": 12, "top_k": 3},
 }
 
@@ -561,8 +574,10 @@ def two_forwards(rank: int, case: Case) -> Any:
         order = (0, 1) if first_first else (1, 0)
         for i in order:
             outputs[i].backward(case.grad)
-        # recorded in the order of the calls; reentrant checkpointing calls in the backward pass
-        records = [state.captured[order.index(i) if reentrant else i] for i in (0, 1)]
+        # Recorded in the order of the calls. Reentrant checkpointing calls in the backward pass; of
+        # two calls that are alike, the other kind takes the last for the first to be recomputed.
+        is_reversed = not first_first if reentrant else first_first and same_everywhere
+        records = state.captured[::-1] if is_reversed else state.captured
         results.append(
             (
                 [c.expert for c in cases],

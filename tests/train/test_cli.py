@@ -47,6 +47,15 @@ def test_mistakes_are_one_line_that_names_the_setting(arguments, sentence, capsy
     assert error.count("\n") == 1
 
 
+def test_importing_loads_no_framework():
+    code = (
+        "import sys, lrmoe, lrmoe.cli; "
+        "print({'transformers', 'matplotlib', 'jsonargparse', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_unknown_key_in_a_file_names_the_nearest(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text("training: {max_step: 3}\n")
@@ -100,7 +109,8 @@ class TestRunDirectory:
             assert label in output
 
     def test_plots_are_drawn(self, exact_run):
-        assert (exact_run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
+        for name in ("loss", "expert_load", "backward_fraction", "time_split", "overview"):
+            assert (exact_run / f"plots/{name}.png").read_bytes().startswith(b"\x89PNG")
 
     def test_export_loads_without_this_package(self, exact_run, tiny):
         model = AutoModelForCausalLM.from_pretrained(exact_run / "final")

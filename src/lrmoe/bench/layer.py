@@ -49,6 +49,8 @@ ROW_KEYS = (
     "total_p80_ms",
     "ratio_to_hf",
     "ratio_to_floor",
+    "cpu_total_ms",
+    "cpu_ratio_to_hf",
     "bytes_fwd",
     "bytes_bwd",
     "payload_rows_fwd",
@@ -143,21 +145,24 @@ def _measure_case(
         *(arms_.lrmoe_arm(problem, bench, rate, mesh) for rate in bench.rates),
         arms_.floor_arm(sum(receive_W), bench, dtype),
     ]
-    clock = CLOCKS[bench.resolved_clock]
+    clock = bench.resolved_clock
 
     def after_each() -> None:
         problem.clear()
         advance()
 
-    times = time_arms(arms, bench.rounds, bench.warmup, clock, after_each)
-    hf_total_S, floor_total_S = times[0].total(), times[-1].total()
+    times = time_arms(arms, bench.rounds, bench.warmup, after_each)
+    hf, floor = times[0], times[-1]
     hf_counts = _hf_counts(send_W, receive_W, problem)
     rows = []
     for arm, of_arm in zip(arms, times, strict=True):
         row: dict[str, Any] = dict.fromkeys(ROW_KEYS)
         row |= {"workload": workload, "dtype": dtype, "impl": arm.impl, "rate": arm.rate}
-        row |= {"backward_fraction": 1.0, "clock": bench.resolved_clock, **hf_counts}
-        row |= _summary(of_arm, hf_total_S, floor_total_S)
+        row |= {"backward_fraction": 1.0, "clock": clock, **hf_counts}
+        row |= _summary(of_arm[clock], hf[clock], floor[clock])
+        # Beside the wall clock: what other programs do on the same cores is not in here.
+        row["cpu_total_ms"] = float(np.median(of_arm["cpu"].total()))
+        row["cpu_ratio_to_hf"] = float(np.median(of_arm["cpu"].total() / hf["cpu"].total()))
         row["gradient_error"] = agreement.error.get((arm.impl, arm.rate))
         if arm.state is not None:
             reports: list[LayerReport] = [arm.state.report()] * bench.num_ranks
@@ -165,14 +170,16 @@ def _measure_case(
             row |= _layer_counts(reports)
             row["placement"] = arm.state.config.placement
             row["selection"] = arm.state.config.selection
-            row["score_select_pack_ms"] = time_local_stages(arm, _STAGE_ROUNDS, clock, after_each)
+            row["score_select_pack_ms"] = time_local_stages(
+                arm, _STAGE_ROUNDS, CLOCKS[clock], after_each
+            )
         elif arm.impl == "gemm_floor":
             row |= {key: None for key in row if key.startswith(("bytes", "payload", "placement"))}
         rows.append(row)
     return rows
 
 
-def _summary(times: Times, hf_S: Any, floor_S: Any) -> dict[str, float]:
+def _summary(times: Times, hf: Times, floor: Times) -> dict[str, float]:
     """Medians over the rounds. A ratio is the median of the rounds' own ratios: both sides of it
     were measured moments apart, so what slows the whole machine for a while cancels."""
     total_S = times.total()
@@ -183,8 +190,8 @@ def _summary(times: Times, hf_S: Any, floor_S: Any) -> dict[str, float]:
         "total_ms": p50,
         "total_p20_ms": p20,
         "total_p80_ms": p80,
-        "ratio_to_hf": float(np.median(total_S / hf_S)),
-        "ratio_to_floor": float(np.median(total_S / floor_S)),
+        "ratio_to_hf": float(np.median(total_S / hf.total())),
+        "ratio_to_floor": float(np.median(total_S / floor.total())),
     }
 
 

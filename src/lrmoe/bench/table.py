@@ -13,12 +13,13 @@ from rich.table import Table
 
 from lrmoe.bench.settings import LayerBench
 
-_WIDTH = 128  # where output goes to a file or a pipe, which have no width of their own
+_WIDTH = 140  # where output goes to a file or a pipe, which have no width of their own
 _NOTES = (
-    "Medians over rounds of the slowest rank. /hf and /floor: median of the rounds' own ratios.",
-    "MB sent: forward + backward, all ranks, to other ranks. select: scoring, selecting, packing,",
-    "without collectives. grad: distance from the exact gradient, worst parameter and rank; beyond",
-    "C 0 it is what the dropped pairs would have added.",
+    "Medians over rounds of the slowest rank. /hf, /floor: median of the rounds' own ratios;",
+    "cpu: by the ranks' own CPU time, which other programs on the same cores do not change. MB",
+    "sent: forward + backward, all ranks, to other ranks. select: scoring, selecting and",
+    "packing, no collectives. grad: distance from the exact gradient, worst parameter and rank;",
+    "beyond C 0 it is what the dropped pairs would have added.",
 )
 
 
@@ -82,6 +83,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "total ms": _number("total_ms", ".1f"),
     "p20-p80": _range,
     "/hf": _number("ratio_to_hf", ".3f"),
+    "cpu /hf": _number("cpu_ratio_to_hf", ".3f"),
     "/floor": _number("ratio_to_floor", ".2f"),
     "MB sent": _sent,
     "select ms": _number("score_select_pack_ms", ".2f"),

@@ -1,6 +1,6 @@
 """The one timer: arms in turn, forward and backward between barriers, gathered from all ranks.
 
-Shape letters: W = ranks, S = rounds.
+Shape letters: S = rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COLLECTIVES = ("all_to_all", "all_gather_counts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Milliseconds of one arm in every round, the slowest rank's; the same on every rank."""
+    """Milliseconds of one arm in every round, the slowest rank's, by one clock."""
 
     fwd_S: NDArray[np.float64]
     bwd_S: NDArray[np.float64]
@@ -56,43 +56,55 @@ def time_arms(
     arms: Sequence[Arm],
     rounds: int,
     warmup: int,
-    clock: Clock,
     after_each: Callable[[], None],
-) -> list[Times]:
+) -> list[dict[str, Times]]:
     """Every arm once per round, each round starting with another one. Collective.
 
     Args:
-        after_each: called after every measurement, outside the clock.
+        after_each: called after every measurement, outside the clocks.
+
+    Returns:
+        For each arm its times by every clock of ``CLOCKS``, the same on every rank.
     """
-    mine = np.zeros((len(arms), rounds, 2))
+    mine = np.zeros((len(arms), rounds, 2, len(CLOCKS)))
     for i in range(-warmup, rounds):
         for k in range(len(arms)):
             place = (i + k) % len(arms)
-            passes = time_once(arms[place], clock)
+            passes = time_once(arms[place])
             if i >= 0:
                 mine[place, i] = passes
             after_each()
     everywhere = [mine] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     slowest = np.stack(everywhere).max(0) * 1e3
-    return [Times(fwd_S=of_arm[:, 0], bwd_S=of_arm[:, 1]) for of_arm in slowest]
+    return [
+        {
+            clock: Times(fwd_S=of_arm[:, 0, i], bwd_S=of_arm[:, 1, i])
+            for i, clock in enumerate(CLOCKS)
+        }
+        for of_arm in slowest
+    ]
 
 
-def time_once(arm: Arm, clock: Clock) -> tuple[float, float]:
-    """Seconds of one forward and one backward pass on this rank, each after a barrier."""
+def time_once(arm: Arm) -> list[NDArray[np.float64]]:
+    """Seconds of a forward and of a backward pass on this rank by every clock, between barriers."""
     with _no_garbage_collection():
         dist.barrier()
-        start = clock()
+        start = _now()
         output = arm.forward()
-        forward = clock() - start
+        forward = _now() - start
         dist.barrier()
-        start = clock()
+        start = _now()
         arm.backward(output)
-        backward = clock() - start
+        backward = _now() - start
         dist.barrier()
     if arm.state is not None:
         arm.state.finish_step()
-    return forward, backward
+    return [forward, backward]
+
+
+def _now() -> NDArray[np.float64]:
+    return np.array([clock() for clock in CLOCKS.values()])
 
 
 def time_local_stages(arm: Arm, rounds: int, clock: Clock, after_each: Callable[[], None]) -> float:

@@ -45,10 +45,12 @@ def grouped_outer(
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these: dtype, and strides that are multiples of 16 bytes."""
+    """Whether ``grouped_mm`` takes these: dtype, one dense axis, strides of whole 16 bytes."""
     if tensors[0].dtype not in _NATIVE:
         return False
     for t in tensors:
+        if 1 not in t.stride()[-2:]:
+            return False
         strides = [s * t.element_size() for s in t.stride() if s != 1]
         if any(s % _ALIGNMENT_BYTES for s in strides):
             warn_padded()

@@ -54,14 +54,29 @@ def comparison_figures(
 
 
 def draw_plots(directory: RunDirectory) -> list[Path]:
-    """Writes each figure as a PNG into ``plots/``."""
+    """Writes each figure as a PNG into ``plots/``, and all of them side by side."""
     directory.plots.mkdir(exist_ok=True)
     paths = []
     for name, figure in run_figures(directory).items():
         path = directory.plots / f"{name}.png"
         figure.savefig(path, dpi=120)
         paths.append(path)
-    return paths
+    overview = directory.plots / "overview.png"
+    _side_by_side(paths).savefig(overview, dpi=90)
+    return [*paths, overview]
+
+
+def _side_by_side(paths: Sequence[Path]) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    figure = Figure(figsize=(14, 4.5 * -(-len(paths) // 2)), layout="constrained")
+    grid = list(figure.subplots(-(-len(paths) // 2), 2, squeeze=False).flat)
+    for axes in grid:
+        axes.axis("off")
+    for axes, path in zip(grid, paths, strict=False):
+        axes.imshow(imread(path))
+    return figure
 
 
 def _figure(width: float = 6.4, height: float = 4.0, rows: int = 1) -> tuple[Figure, Any]:
@@ -113,8 +128,11 @@ def _time_split(rows: list[dict[str, Any]]) -> Figure:
         labels=["MoE layers forward", "MoE layers backward", "everything else"],
         colors=list(_COLORS.values()),
     )
-    axes.set(xlabel="step", ylabel="ms per step", title="Time of a step")
-    axes.legend(loc="lower right")
+    # Room for the legend above what is drawn.
+    axes.set(
+        xlabel="step", ylabel="ms per step", title="Time of a step", ylim=(0, 1.2 * step_ms.max())
+    )
+    axes.legend(loc="upper center", ncols=3, fontsize="small")
     return figure
 
 
