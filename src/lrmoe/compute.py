@@ -88,9 +88,7 @@ def forward_experts(
     scaled_h_RF, h_norm_sq_R = gated_forward(gate_up_R2F, scale_R, experts.act)
     return ForwardWork(
         gate_up_R2F=gate_up_R2F,
-        output_RD=_grouped_mm(
-            scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts
-        ),
+        output_RD=_grouped_mm(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts),
         h_norm_sq_R=h_norm_sq_R,
     )
 
@@ -128,9 +126,7 @@ def backward_experts(
         grad_down, replica_down = _grouped_outer(grad_PD, scaled_h_PF, kept.groups, experts)
     if needs_gate_up:
         x_PD = gather_rows(x_UD, kept.x_row_P, "rows")
-        grad_gate_up, replica_gate_up = _grouped_outer(
-            grad_gate_up_P2F, x_PD, kept.groups, experts
-        )
+        grad_gate_up, replica_gate_up = _grouped_outer(grad_gate_up_P2F, x_PD, kept.groups, experts)
     if needs_x:
         grad_x_PD = _grouped_mm(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
         grad_x_UD = sum_rows(grad_x_PD, kept.row_P, grad_UD.shape[0])

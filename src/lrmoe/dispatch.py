@@ -28,7 +28,6 @@ from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import Selection, spread
 from lrmoe.state import pairs_by_rank
 
-
 _SAVED = ("token_U", "pair_M", "row_P", "coef_P", "rows_slack")
 
 
@@ -96,7 +95,7 @@ class Announced:
         splits: Splits,
         num_moved: int,
     ) -> Announced:
-        """The inverse of :meth:`tensors`; the saved state was compacted, so nothing is elsewhere."""
+        """The inverse of :meth:`tensors`; the saved state is that of the kept pairs alone."""
         saved: dict[str, Any] = {name: tensors.get(name) for name in _SAVED}
         return cls(
             **saved,
@@ -281,7 +280,7 @@ def announce_kept(
         coef_P=coef_P,
         splits=splits,
         kept_WV=kept_WV,
-        num_moved=0 if moved_splits is None else len(moved_M),
+        num_moved=0 if moved_M is None else len(moved_M),
         moved_x_UD=moved_x_UD,
         moved_row_P=moved_row_P,
         # Stays on the device: nothing waits for it before the report does.
@@ -338,9 +337,7 @@ def _backward_splits(
     splits = _splits(rank, pairs_WW, gathered[rank, :W], gathered[:, rank])
     moved_splits = None
     if moved_rows_W is not None and gathered[:, W : 2 * W].any():
-        moved_splits = _splits(
-            rank, pairs_WW, gathered[rank, W : 2 * W], gathered[:, W + rank]
-        )
+        moved_splits = _splits(rank, pairs_WW, gathered[rank, W : 2 * W], gathered[:, W + rank])
     return kept_WV, splits, moved_splits
 
 

@@ -24,17 +24,21 @@ from lrmoe import compute, dispatch
 from lrmoe.account import account_backward, account_forward, pair_record, scatter_pairs
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
+from lrmoe.instances import (
+    check_version,
+    gradients_home,
+    groups,
+    kept_pairs,
+    local_experts,
+)
 from lrmoe.kernels.gated import Activation
 from lrmoe.pairs import (
-    ArrivalOrder,
     PairTable,
     forward_instances,
     message_order,
     sort_pairs,
 )
 from lrmoe.recalibrate import choose_pairs, router_gradient
-from lrmoe.replicas import SLOTS, add_replica_gradients, replicas_needed
-from lrmoe.planner.problem import Int, Plan
 from lrmoe.report import Span
 from lrmoe.score import lrm, row_norm_sq
 from lrmoe.select import Selection
@@ -169,7 +173,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         state, exchange, record, pairs = call.state, call.exchange, call.record, call.pairs
         config, plan, T = record.config, record.plan, x_TD.shape[0]
         home = compute.Weights(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF)
-        local = _local_experts(record, exchange, home, call.act, plan.forward_WV)
+        local = local_experts(record, exchange, home, call.act, plan.forward_WV)
         p_N = p_TK.reshape(-1)[pairs.flat_N]
         pairs_V = plan.forward_WV[exchange.rank]
         instance_N = forward_instances(plan, pairs_V, x_TD.device)
@@ -181,8 +185,8 @@ class _RecalibratedExperts(torch.autograd.Function):
 
         arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
-        groups = _groups(arrived.order, plan.forward_WV, plan, exchange)
-        work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, groups, local)
+        rows = groups(arrived.order, plan.forward_WV, plan, exchange)
+        work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, rows, local)
         y_TKD = None
         if returns_pairs:
             y_MD = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
@@ -207,7 +211,8 @@ class _RecalibratedExperts(torch.autograd.Function):
             "gate_up_e2FD": gate_up_e2FD,
             "down_eDF": down_eDF,
         }
-        x_UD, gate_up_R2F = arrived.x_UD, work.gate_up_R2F
+        x_UD: torch.Tensor = arrived.x_UD
+        gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
         if config.draw == "forward":
             if record.selection is None:
                 record.selection = choose_pairs(
@@ -217,7 +222,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
             )
             if not (plan.keeps_all and plan.backward_is_forward):
-                kept, x_UD, gate_up_R2F = _kept_pairs(
+                kept, x_UD, gate_up_R2F = kept_pairs(
                     announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
                 )
                 num_rows = int(announced.splits.receive_rows_W.sum())
@@ -230,6 +235,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 saved["x_TD"] = x_TD  # the inputs of pairs that move travel in the backward pass
         saved["x_UD"] = x_UD
         if config.save == "activations":
+            assert gate_up_R2F is not None
             saved["gate_up_R2F"] = gate_up_R2F
         if config.router_grad == "completed":
             saved["output_TD"] = output_TD
@@ -276,10 +282,10 @@ class _RecalibratedExperts(torch.autograd.Function):
             announced = dispatch.announce_kept(
                 selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange
             )
-        _check_version(state, record)
-        local = _local_experts(record, exchange, home, act, announced.kept_WV)
+        check_version(state, record)
+        local = local_experts(record, exchange, home, act, announced.kept_WV)
         order = announced.order(plan, exchange.rank)
-        kept, x_UD, gate_up_R2F = _kept_pairs(
+        kept, x_UD, gate_up_R2F = kept_pairs(
             announced,
             saved.get("row_R"),
             saved["x_UD"],
@@ -315,7 +321,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             inner_M = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
             inner_P = announced.to_kept_order(inner_M)
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
-        grad_gate_up, grad_down = _gradients_home(grads, plan, announced.kept_WV, exchange)
+        grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
@@ -326,117 +332,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             captured = pair_record(saved, record, exchange, pairs, selection, lrm_N)
             insort(state.captured, captured, key=lambda pair_record: pair_record.call)
         return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
-
-
-def _local_experts(
-    record: CallRecord,
-    exchange: Exchange,
-    home: compute.Weights,
-    act: Activation | None,
-    pairs_WV: Int,
-) -> compute.Experts:
-    """The instances on this rank; starts sending the weights of replicas that have pairs."""
-    plan = record.plan
-    needed_V = pairs_WV.sum(0) > 0
-    if plan.is_home_only or not replicas_needed(plan, needed_V):
-        return compute.Experts(home=home, replicas=None, act=act)
-    arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)
-    return compute.Experts(home=home, replicas=arriving, act=act)
-
-
-def _groups(
-    order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange
-) -> compute.Groups:
-    here = dispatch.local_instances(plan, exchange.rank)
-    home = slice(here.start, here.start + len(plan.quota_E) // exchange.num_ranks)
-    return compute.Groups(offsets_e=order.offsets_e, home_rows=int(pairs_WV[:, home].sum()))
-
-
-def _kept_pairs(
-    announced: dispatch.Announced,
-    row_R: torch.Tensor | None,
-    x_UD: torch.Tensor,
-    gate_up_R2F: torch.Tensor | None,
-    plan: Plan,
-    exchange: Exchange,
-    local: compute.Experts,
-) -> tuple[compute.KeptPairs, torch.Tensor, torch.Tensor | None]:
-    """The kept pairs on this rank, and the saved state they point into.
-
-    The state of a pair that moved here is made now: its input arrived with the announcement, and
-    its gate_up outputs are recomputed from it.
-
-    Args:
-        row_R: input row of each pair of the forward pass; ``None``: the state holds the kept pairs
-            alone, in their order.
-        gate_up_R2F: ``None`` where it is recomputed for all kept pairs.
-    """
-    order = announced.order(plan, exchange.rank)
-    groups = _groups(order, announced.kept_WV, plan, exchange)
-    in_order_P = _arange(announced.row_P)
-    if row_R is None:
-        x_row_P, gate_up_row_P = announced.row_P, in_order_P
-    elif announced.moved_x_UD is None:
-        x_row_P = row_R.index_select(0, announced.forward_P)
-        gate_up_row_P = announced.forward_P
-    else:
-        assert announced.moved_row_P is not None
-        is_moved_P = announced.forward_P < 0
-        forward_P = announced.forward_P.clamp(min=0)
-        stayed_row_P = row_R[forward_P] if len(row_R) else announced.moved_row_P
-        x_row_P = torch.where(is_moved_P, announced.moved_row_P + len(x_UD), stayed_row_P)
-        x_row_P = x_row_P.to(torch.int32)
-        x_UD = torch.cat([x_UD, announced.moved_x_UD])
-        gate_up_row_P = forward_P
-        if gate_up_R2F is not None:
-            moved_M = is_moved_P.nonzero().squeeze(1)  # device sync
-            moved = compute.Groups(
-                offsets_e=_count_through(moved_M, groups.offsets_e),
-                home_rows=int((moved_M < groups.home_rows).sum()),
-            )
-            moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
-            gate_up_row_P = gate_up_row_P.index_copy(
-                0, moved_M, len(gate_up_R2F) + _arange(moved_M)
-            )
-            gate_up_R2F = torch.cat([gate_up_R2F, moved_gate_up])
-    kept = compute.KeptPairs(
-        row_P=announced.row_P,
-        x_row_P=x_row_P,
-        gate_up_row_P=in_order_P if gate_up_R2F is None else gate_up_row_P,
-        coef_P=announced.coef_P,
-        groups=groups,
-    )
-    return kept, x_UD, gate_up_R2F
-
-
-def _count_through(row_M: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
-    """How many of the ascending rows lie before each end: inclusive ends of the subset, int32."""
-    return torch.searchsorted(row_M, ends_e.long(), right=False).to(torch.int32)
-
-
-def _gradients_home(
-    grads: compute.Gradients, plan: Plan, kept_WV: Int, exchange: Exchange
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Weight gradients of the home experts, their replicas' included."""
-    needed_V = kept_WV.sum(0) > 0
-    home = [grads.gate_up_e2FD, grads.down_eDF]
-    if plan.is_home_only or not replicas_needed(plan, needed_V):
-        return home[0], home[1]
-    away = (grads.replica_gate_up_s2FD, grads.replica_down_sDF)
-    for i, (grad, replica_grad) in enumerate(zip(home, away, strict=True)):
-        if grad is not None:
-            home[i] = add_replica_gradients(grad, replica_grad, plan, needed_V, exchange)
-    return home[0], home[1]
-
-
-def _check_version(state: LayerState, record: CallRecord) -> None:
-    """Replicas are copies of the parameters at the forward pass; refuse any other's gradient."""
-    if state.version != record.version and not record.plan.is_home_only:
-        raise RuntimeError(
-            f"layer {state.layer}: the parameters changed between the forward and the backward pass "
-            f"(version {record.version} -> {state.version}: an optimizer step or a loaded state); "
-            "run the backward pass first"
-        )
 
 
 def _router_gradient(
@@ -465,10 +360,6 @@ def _router_gradient(
         inner_TK,
         grad_output_T,
     )
-
-
-def _arange(like_P: torch.Tensor) -> torch.Tensor:
-    return torch.arange(like_P.shape[0], device=like_P.device, dtype=torch.int32)
 
 
 def _check(

@@ -10,7 +10,7 @@ reads them instance-major, which is what a grouped GEMM takes:
     message order:         (rank 0: i0 i0 i1) (rank 1: i0 i1 i1)
     instance-major order:  (i0: r0 r0 r1)     (i1: r0 r1 r1)
 
-With home experts only, instances are experts, and a source's expert-major order is the message order.
+With home experts only, instances are experts, and expert-major order is the message order.
 """
 
 from __future__ import annotations

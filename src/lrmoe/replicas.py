@@ -1,11 +1,11 @@
 """Replicas for one layer call: weights out to slots, gradients home.
 
-A replica has no parameter, no optimizer state and no place in a checkpoint. Its weights lie in a slot
-buffer that all layers share, so a later layer overwrites them, and they are sent again before the
-backward pass unless the buffer still holds them.
+A replica has no parameter, no optimizer state and no place in a checkpoint. Its weights lie in a
+slot buffer that all layers share, so a later layer overwrites them, and they are sent again before
+the backward pass unless the buffer still holds them.
 
-Shape letters: W = ranks, V = instances, e = home experts of this rank, s = replicas on it, D = model
-dim, F = expert width.
+Shape letters: W = ranks, V = instances, e = home experts of this rank, s = replicas on it, D =
+model dim, F = expert width.
 """
 
 from __future__ import annotations
@@ -74,10 +74,17 @@ class Slots:
         """
         routes = Routes.of(plan, exchange, needed_V)
         num_slots = _local_replicas(plan, exchange)
-        key = (id(exchange.group), home.down_eDF.device, home.down_eDF.dtype, home.down_eDF.shape[1:])
+        key = (
+            id(exchange.group),
+            home.down_eDF.device,
+            home.down_eDF.dtype,
+            home.down_eDF.shape[1:],
+        )
         buffers = self._buffers.get(key)
         if buffers is None or len(buffers[0]) < num_slots:
-            buffers = [w.new_empty(num_slots, *w.shape[1:]) for w in (home.gate_up_e2FD, home.down_eDF)]
+            buffers = [
+                w.new_empty(num_slots, *w.shape[1:]) for w in (home.gate_up_e2FD, home.down_eDF)
+            ]
             self._buffers[key] = buffers
             self._holds.pop(key, None)
         holds = (call, needed_V.tobytes())
@@ -157,4 +164,4 @@ def replicas_needed(plan: Plan, needed_V: Int) -> bool:
 
 def _local_replicas(plan: Plan, exchange: Exchange) -> int:
     here = local_instances(plan, exchange.rank)
-    return here.stop - here.start - len(plan.quota_E) // exchange.num_ranks
+    return int(here.stop - here.start - len(plan.quota_E) // exchange.num_ranks)

@@ -34,7 +34,9 @@ def reroute(
     order_P = torch.sort(instance_P, stable=True).indices
     starts_V = wanted_V.cumsum(0) - wanted_V
     place_P = torch.empty_like(instance_P)
-    place_P[order_P] = torch.arange(len(order_P), device=order_P.device) - starts_V[instance_P[order_P]]
+    place_P[order_P] = (
+        torch.arange(len(order_P), device=order_P.device) - starts_V[instance_P[order_P]]
+    )
     moved_M = (place_P >= capacity_V[instance_P]).nonzero().squeeze(1)
     if moved_M.shape[0] == 0:
         return instance_P
@@ -51,9 +53,10 @@ def reroute(
     moved_expert_M = expert_P[moved_M]
     moved_E = torch.bincount(moved_expert_M, minlength=num_experts)
     # Kept pairs are expert-major, so the moved pairs of an expert are one run.
-    nth_M = torch.arange(len(moved_M), device=moved_M.device) - (moved_E.cumsum(0) - moved_E)[
-        moved_expert_M
-    ]
+    nth_M = (
+        torch.arange(len(moved_M), device=moved_M.device)
+        - (moved_E.cumsum(0) - moved_E)[moved_expert_M]
+    )
     seat_M = room_start_E[moved_expert_M] + nth_M
     target_M = by_expert_V[torch.searchsorted(room_ends_V, seat_M, right=True)]
     rerouted_P = instance_P.clone()
