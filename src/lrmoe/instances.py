@@ -34,6 +34,7 @@ def local_experts(
 
 
 def groups(order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange) -> compute.Groups:
+    """Where the rows of each instance on this rank end."""
     here = dispatch.local_instances(plan, exchange.rank)
     home = slice(here.start, here.start + len(plan.quota_E) // exchange.num_ranks)
     return compute.Groups(offsets_e=order.offsets_e, home_rows=int(pairs_WV[:, home].sum()))
@@ -121,8 +122,8 @@ def check_version(state: LayerState, record: CallRecord) -> None:
     if state.version != record.version and not record.plan.is_home_only:
         raise RuntimeError(
             f"layer {state.layer}: the parameters changed between the forward and the backward "
-            f"pass (version {record.version} -> {state.version}: an optimizer step or a loaded state); "
-            "run the backward pass first"
+            f"pass (version {record.version} -> {state.version}: an optimizer step or a loaded "
+            "state); run the backward pass first"
         )
 
 
