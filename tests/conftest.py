@@ -2,8 +2,13 @@
 
 import random
 
+import hypothesis
 import pytest
 import torch
+
+# Time depends on what else the machine does; a test that hangs meets pytest's own limit.
+hypothesis.settings.register_profile("lrmoe", deadline=None)
+hypothesis.settings.load_profile("lrmoe")
 
 
 def pytest_collection_modifyitems(items):

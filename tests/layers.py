@@ -229,8 +229,11 @@ def expected_kept(
 
 def expected_weights(
     case: Case, record: PairRecord, config: Recalibration, act: oracle.Activation = F.silu
-) -> Tensor:
-    """Return ``1 / pi`` of every pair, for an unbiased rule that draws within this one table."""
+) -> tuple[Tensor, Tensor]:
+    """Return ``1 / pi`` of every pair, and how far off, relatively, rounding may make it.
+
+    For an unbiased rule that draws within this one table.
+    """
     if config.selection == "random_unbiased":
         score = torch.zeros_like(case.p, dtype=torch.float64)
     elif config.draw == "forward":
@@ -240,15 +243,17 @@ def expected_weights(
     else:
         score = record.score.double()
     num_experts = case.gate_up.shape[0]
-    weight = torch.zeros_like(score)
+    weight, slack = torch.zeros_like(score), torch.zeros_like(score)
     for e, quota in enumerate(quotas([case.expert], num_experts, config)):
         mine = case.expert == e
         if mine.any():
             sizes = oracle.sampled_sizes(score[mine].tolist(), config.min_inclusion)
-            sizes = [max(size, 2.0**-20) for size in sizes]  # so that no pair is out of reach
-            pi = oracle.inclusion_probabilities(sizes, quota)
+            # counted in units of 2^-20, at least one: no pair is out of reach
+            units = [max(round(size * 2**20), 1) for size in sizes]
+            pi = oracle.inclusion_probabilities(units, quota)
             weight[mine] = torch.tensor([float(1 / Fraction(x)) for x in pi], dtype=torch.float64)
-    return weight
+            slack[mine] = 1e-3 + 1 / torch.tensor(units, dtype=torch.float64)
+    return weight, slack
 
 
 def all_configs(selection: str, rates: Sequence[float], **fixed: Any) -> Iterator[Recalibration]:

@@ -248,6 +248,7 @@ def on_a_rank(rank, world_size, directory):
             replace(TINY, workloads=("W0",), dtypes=("fp32",), draw="forward", clock="cpu")
         ),
         "wrong ranks": command("--ranks", "4"),
+        "no kept memory": command("--keep_memory", "true"),
     }
 
 
@@ -354,14 +355,20 @@ def test_ranks_must_be_those_of_torchrun(results):
     code, _, err = first["wrong ranks"]
     assert code == 2
     assert "ranks=4: torchrun has started 2" in err
+    code, _, err = first["no kept memory"]
+    assert code == 2
+    assert "MALLOC_MMAP_MAX_=0" in err
 
 
 @pytest.mark.dist
 def test_command_starts_its_own_ranks(capfd, monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
     bench = [*arguments_of(TINY), "--workloads", "W0", "--dtypes", "fp32", "--rates", "0.2"]
+    bench += ["--keep_memory", "true"]
     assert cli.main(["bench", "layer", *bench, "--json", str(tmp_path / "rows.json")]) == 0
     out, err = capfd.readouterr()
     assert "lrmoe C 0.2" in out
+    assert "freed memory kept" in out
+    assert "MALLOC_MMAP_MAX_" not in os.environ
     assert "Traceback" not in err
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 3

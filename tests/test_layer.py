@@ -57,9 +57,8 @@ def check_run(case, run, config, *, loss=None, act=F.silu, frozen=()):
     assert run.report.kept_pairs == run.report.gemm_rows_bwd == sum(quota_E)
     assert run.report.pairs == run.report.gemm_rows_fwd == case.expert.numel()
     if config.is_unbiased:
-        weight = expected_weights(case, record, config, act)[record.kept]
-        error = (record.weight[record.kept].double() / weight - 1).abs()
-        assert error.numel() == 0 or error.max() < 1e-3, config
+        weight, slack = (a[record.kept] for a in expected_weights(case, record, config, act))
+        assert ((record.weight[record.kept].double() / weight - 1).abs() <= slack).all(), config
     else:
         assert (record.weight[record.kept] == 1).all()
         kept = expected_kept([case], [record], config, [loss])
@@ -112,22 +111,26 @@ def test_every_shape(shape):
                 check_run(case, run_layer(case, config), config)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_routing_equals_the_oracle(data):
     def one_of(*values):
         return data.draw(st.sampled_from(values))
 
     num_experts = data.draw(st.integers(1, 7))
+    num_tokens = data.draw(st.integers(0, 14))
+    is_tied = data.draw(st.booleans())
+    # the router gradient of one token alone may cancel to less than float32 holds
+    is_float32 = num_tokens >= 4 and not is_tied and data.draw(st.booleans())
     case = make_case(
-        num_tokens=data.draw(st.integers(0, 14)),
+        num_tokens=num_tokens,
         top_k=data.draw(st.integers(1, min(num_experts, 3))),
         num_experts=num_experts,
         seed=data.draw(st.integers(0, 999)),
-        dtype=one_of(*FLOATS),
+        dtype=torch.float32 if is_float32 else torch.float64,
         used=range(num_experts),
     )
-    if data.draw(st.booleans()):  # ties: the same token many times over
+    if is_tied:  # the same token many times over
         same = {n: getattr(case, n) for n in ("x", "p", "expert", "grad")}
         same = {n: a[:1].expand_as(a).clone() if len(a) else a for n, a in same.items()}
         case = case._replace(**same)
@@ -928,9 +931,11 @@ def test_exact_training_passes_gradcheck(save):
 @pytest.mark.parametrize("selection", UNBIASED_RULES)
 @pytest.mark.parametrize("draw", ["backward", "forward"])
 @pytest.mark.parametrize("router_grad", ["kept", "completed"])
-@pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("rate", "scope"), [(0.2, "local"), (0.5, "global"), (0.5, "local"), (0.9, "global")]
+)
 def test_integrated_over_the_start_the_gradient_is_the_exact_one(
-    selection, draw, router_grad, rate, monkeypatch
+    selection, draw, router_grad, rate, scope, monkeypatch
 ):
     # The draws of different experts may share a start: the gradient is linear in the weights.
     real, cuts, start = select.systematic_sample, set(), 0
@@ -942,7 +947,9 @@ def test_integrated_over_the_start_the_gradient_is_the_exact_one(
 
     monkeypatch.setattr(select, "systematic_sample", from_start)
     case = make_case(num_tokens=10, top_k=3)
-    config = Recalibration(rate=rate, selection=selection, draw=draw, router_grad=router_grad)
+    config = Recalibration(
+        rate=rate, scope=scope, selection=selection, draw=draw, router_grad=router_grad
+    )
     run_layer(case, config)
     assert cuts
     ends = sorted({*cuts, 0, select.ONE})

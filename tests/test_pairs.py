@@ -7,7 +7,7 @@ instances on one rank, R = received pairs.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lrmoe.pairs import arrival_order, count_token_rows, sort_pairs, token_rows
@@ -48,7 +48,6 @@ def pairs_and_destinations(draw):
     return num_tokens, num_ranks, [(token, rank) for rank, token in pairs]
 
 
-@settings(deadline=None)
 @given(pairs_and_destinations(), st.data())
 def test_a_token_has_one_row_per_destination_whatever_the_padding(case, data):
     num_tokens, num_ranks, pairs = case
@@ -74,7 +73,6 @@ def test_a_token_has_one_row_per_destination_whatever_the_padding(case, data):
     assert rows.row_P.dtype == torch.int32
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4).flatmap(
         lambda e: st.lists(

@@ -55,7 +55,7 @@ def _by_expert(values_N, segments):
 # ---- top ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(experts_scores_quotas())
 def test_select_top_equals_the_oracle(case):
     scores_e, quota_e = case
@@ -109,7 +109,7 @@ def _units(size_N):
     return [max(round(size * 2**20), 1) for size in size_N.tolist()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(experts_scores_quotas(least_quota=1), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_inclusion_probabilities_equal_the_exact_ones(case, rho):
     scores_e, quota_e = case
@@ -160,7 +160,7 @@ def test_too_many_kept_pairs_are_refused_before_any_sum_overflows():
 # ---- the sample --------------------------------------------------------------------------------
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600)
 @given(
     experts_scores_quotas(),
     st.sampled_from([0.0, 0.1, 1.0]),
@@ -197,7 +197,7 @@ def test_a_share_that_was_drawn_itself_divides_the_weight():
     assert draws[1].weight_P.tolist() == [*draws[0].weight_P[:2].tolist(), 4.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.sampled_from([0.0, 1e30, 1.0]), st.floats(0, 9)), min_size=1, max_size=9),
     st.sampled_from([0.0, 0.1, 1.0]),

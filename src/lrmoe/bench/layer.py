@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from lrmoe.bench import arms as arms_
 from lrmoe.bench.gate import Agreement, check_gradients
 from lrmoe.bench.settings import LayerBench
-from lrmoe.bench.timing import CLOCKS, Times, time_arms, time_local_stages
+from lrmoe.bench.timing import Times, time_arms, time_local_stages
 from lrmoe.bench.workloads import Shape, route
 from lrmoe.report import LayerReport, imbalance
 
@@ -61,6 +62,8 @@ ROW_KEYS = (
     "gradient_error",
     "clock",
 )
+# For glibc, read when a process starts: no allocation of its own mapping, nothing returned.
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _TIMEOUT = timedelta(minutes=10)
 _STAGE_ROUNDS = 3
 
@@ -83,6 +86,9 @@ def run(bench: LayerBench) -> list[dict[str, Any]]:
     world_size = int(os.environ["WORLD_SIZE"])
     if bench.num_ranks != world_size:
         raise ValueError(f"ranks={bench.ranks}: torchrun has started {world_size}; leave it out")
+    if bench.keep_memory and any(os.environ.get(k) != v for k, v in _KEEP_MEMORY.items()):
+        needed = " ".join(f"{name}={value}" for name, value in _KEEP_MEMORY.items())
+        raise ValueError(f"keep_memory=true: start torchrun itself with {needed}")
     if dist.is_initialized():
         return measure(bench)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -170,9 +176,7 @@ def _measure_case(
             row |= _layer_counts(reports)
             row["placement"] = arm.state.config.placement
             row["selection"] = arm.state.config.selection
-            row["score_select_pack_ms"] = time_local_stages(
-                arm, _STAGE_ROUNDS, CLOCKS[clock], after_each
-            )
+            row["score_select_pack_ms"] = time_local_stages(arm, _STAGE_ROUNDS, after_each)
         elif arm.impl == "gemm_floor":
             row |= {key: None for key in row if key.startswith(("bytes", "payload", "placement"))}
         rows.append(row)
@@ -236,7 +240,10 @@ _PASSES = ("fwd", "bwd")
 
 
 def _on_own_ranks(bench: LayerBench) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="lrmoe-bench-") as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="lrmoe-bench-") as directory,
+        patch.dict(os.environ, _KEEP_MEMORY if bench.keep_memory else {}),
+    ):
         spawn(_rank_main, (directory, asdict(bench)), nprocs=bench.num_ranks)  # type: ignore[no-untyped-call]
         outcome = json.loads((Path(directory) / "outcome.json").read_text())
     if "failure" in outcome:

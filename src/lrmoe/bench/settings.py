@@ -55,6 +55,9 @@ class LayerBench:
     clock: str = "auto"
     """wall: the slowest rank between barriers. cpu: each rank's own CPU time, for ranks that share
     cores with others. auto: cpu where ranks outnumber cores."""
+    keep_memory: bool = False
+    """Ranks keep the memory they free (glibc), as a GPU's caching allocator does. Otherwise large
+    temporaries are new memory in every call, whose page faults count for every implementation."""
     seed: int = 0
 
     def __post_init__(self) -> None:

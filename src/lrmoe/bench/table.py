@@ -34,7 +34,7 @@ def print_rows(bench: LayerBench, rows: Sequence[dict[str, Any]]) -> None:
         f"{bench.num_ranks} gloo ranks, threads per rank: {bench.threads}; {bench.rounds} rounds, "
         f"{bench.resolved_clock} clock; {config.selection}, scope {config.effective_scope}, "
         f"draw {config.draw}, router_grad {config.router_grad}, rows {config.rows}, "
-        f"save {config.save}",
+        f"save {config.save}" + ("; freed memory kept" if bench.keep_memory else ""),
         highlight=False,
     )
     for dtype in bench.dtypes:

@@ -107,17 +107,18 @@ def _now() -> NDArray[np.float64]:
     return np.array([clock() for clock in CLOCKS.values()])
 
 
-def time_local_stages(arm: Arm, rounds: int, clock: Clock, after_each: Callable[[], None]) -> float:
+def time_local_stages(arm: Arm, rounds: int, after_each: Callable[[], None]) -> float:
     """Milliseconds that scoring, selecting and packing take in a layer call, without collectives.
 
-    Median over rounds of their own, so that the timed ones carry no instruments; slowest rank.
+    Median over rounds of their own, so that the timed ones carry no instruments; slowest rank. CPU
+    time, since nothing in it waits: on an idle machine that is also its wall time.
     Contains, on the rank that owns the tokens: sorting the pair table again, the gradient norms and
     scores, the selection, the unique token rows and the notes that go with them, the gather of the
     payload rows; and on the experts' rank: unpacking the notes into expert order. Collective.
     """
     mine = np.zeros(rounds)
     for i in range(rounds):
-        watch = _Stopwatch(clock)
+        watch = _Stopwatch(time.process_time)
         with _no_garbage_collection():
             dist.barrier()
             with _instrumented(watch, "forward"):
