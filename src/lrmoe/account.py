@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from lrmoe.compute import Gradients
-from lrmoe.dispatch import Announced, Splits, instance_ranks, rows_to_others
+from lrmoe.dispatch import Announced, Splits, rows_to_others
 from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import scratch_bytes
-from lrmoe.pairs import PairTable
+from lrmoe.pairs import PairTable, forward_instances
 from lrmoe.report import PairRecord, Span, Tally
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, pairs_by_rank
@@ -38,10 +38,18 @@ def pair_record(
 ) -> PairRecord:
     """Every pair of a layer call, [T, K] each."""
     p_TK, plan = saved["p_TK"], record.plan
-    rank_N = instance_ranks(plan, plan.forward_WV[exchange.rank], p_TK.device)
-    flat_rank = torch.empty_like(rank_N).index_copy_(0, pairs.flat_N, rank_N)
+    instance_N = forward_instances(plan, plan.forward_WV[exchange.rank], p_TK.device)
+    if instance_N is None:
+        instance_N = pairs.expert_N
+    rank_V = torch.from_numpy(plan.instance_rank_V).to(p_TK.device)
+    forward_rank_TK = torch.empty_like(instance_N).index_copy_(0, pairs.flat_N, rank_V[instance_N])
+    forward_rank_TK = forward_rank_TK.view(p_TK.shape)
+    instance_P = selection.instance_P
+    if instance_P is None:
+        instance_P = instance_N[selection.kept_P]
+    # One more than the rank, so that a dropped pair's zero becomes -1.
+    backward_rank_TK = scatter_pairs(rank_V[instance_P] + 1, pairs, selection, p_TK) - 1
     weight_TK = scatter_pairs(selection.weight_P, pairs, selection, p_TK)
-    forward_rank_TK = flat_rank.view(p_TK.shape)
     return PairRecord(
         call=record.number,
         expert=saved["top_k_index_TK"].clone(),
@@ -49,7 +57,7 @@ def pair_record(
         kept=weight_TK > 0,
         weight=weight_TK,
         forward_rank=forward_rank_TK,
-        backward_rank=torch.where(weight_TK > 0, forward_rank_TK, -1),
+        backward_rank=backward_rank_TK,
     )
 
 
@@ -72,6 +80,7 @@ def account_forward(
         gemm_rows_fwd=gemm_rows,
         payload_rows_fwd=int(rows_to_others(splits.send_rows_W, exchange.rank)),
         bytes_fwd=exchange.take_sent_bytes(),
+        replicas=len(record.plan.instance_expert_V) - len(record.plan.quota_E),
     )
     tally.hold(
         saved_forward=sum(t.nbytes for n, t in saved.items() if n not in _PARAMETERS),
@@ -101,6 +110,7 @@ def account_backward(
         gemm_rows_bwd=announced.row_P.shape[0],
         payload_rows_bwd=int(rows_to_others(announced.splits.send_rows_W, exchange.rank)),
         rows_slack=announced.rows_slack,
+        moved_rows=announced.num_moved,
         bytes_bwd=exchange.take_sent_bytes(),
     )
     tally.hold(

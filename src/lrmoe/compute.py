@@ -1,11 +1,14 @@
 """The experts' own work on the rank that holds them: three grouped GEMMs forward, up to five back.
 
 Shape letters: U = token rows received, R = pairs computed in the forward pass, P = kept pairs, D =
-model dim, F = expert width, e = instances on this rank. Pairs are expert-major.
+model dim, F = expert width, e = home experts of this rank, s = replicas in its slots. Pairs are
+instance-major: those of home experts come first, then those of replicas, whose weights lie in
+another buffer. Every grouped GEMM therefore runs once per buffer that has instances.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +19,28 @@ from lrmoe.kernels.rows import gather_rows, sum_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The parameters of the instances on this rank, in Hugging Face's layout."""
+class Weights:
+    """Both projections of some experts, in Hugging Face's layout."""
 
     gate_up_e2FD: torch.Tensor  # gate rows first
     down_eDF: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The instances on this rank."""
+
+    home: Weights
+    replicas: Callable[[], Weights] | None  # waits until they have arrived; None: there are none
     act: Activation | None  # None: SiLU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Where the rows of the instances end."""
+
+    offsets_e: torch.Tensor  # int32, inclusive ends of home experts, then replicas
+    home_rows: int  # rows of the home experts, known on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +60,7 @@ class KeptPairs:
     x_row_P: torch.Tensor  # int32 row of the saved inputs
     gate_up_row_P: torch.Tensor  # int32 row of the saved gate_up outputs
     coef_P: torch.Tensor  # routing weight times selection weight
-    offsets_e: torch.Tensor
+    groups: Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,30 +71,33 @@ class Gradients:
     p_P: torch.Tensor  # <G, y> of every kept pair, without weights
     gate_up_e2FD: torch.Tensor | None
     down_eDF: torch.Tensor | None
+    replica_gate_up_s2FD: torch.Tensor | None
+    replica_down_sDF: torch.Tensor | None
 
 
 def forward_experts(
     x_UD: torch.Tensor,
     row_R: torch.Tensor,
     scale_R: torch.Tensor,
-    offsets_e: torch.Tensor,
+    groups: Groups,
     experts: Experts,
 ) -> ForwardWork:
     """``scale * down(act(gate) * up)`` of every pair, with the scale inside the down projection."""
     x_RD = gather_rows(x_UD, row_R, "rows")
-    gate_up_R2F = grouped_mm(x_RD, experts.gate_up_e2FD.transpose(1, 2), offsets_e)
+    gate_up_R2F = _gate_up(x_RD, groups, experts)
     scaled_h_RF, h_norm_sq_R = gated_forward(gate_up_R2F, scale_R, experts.act)
     return ForwardWork(
         gate_up_R2F=gate_up_R2F,
-        output_RD=grouped_mm(scaled_h_RF, experts.down_eDF.transpose(1, 2), offsets_e),
+        output_RD=_grouped_mm(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts),
         h_norm_sq_R=h_norm_sq_R,
     )
 
 
-def recompute_gate_up(x_UD: torch.Tensor, kept: KeptPairs, experts: Experts) -> torch.Tensor:
-    """The gate_up outputs of the kept pairs (``save="inputs"``), one row per kept pair."""
-    x_PD = gather_rows(x_UD, kept.x_row_P, "rows")
-    return grouped_mm(x_PD, experts.gate_up_e2FD.transpose(1, 2), kept.offsets_e)
+def recompute_gate_up(
+    x_UD: torch.Tensor, x_row_P: torch.Tensor, groups: Groups, experts: Experts
+) -> torch.Tensor:
+    """The gate_up outputs of some pairs, one row each, from their tokens' inputs."""
+    return _gate_up(gather_rows(x_UD, x_row_P, "rows"), groups, experts)
 
 
 def backward_experts(
@@ -95,38 +117,73 @@ def backward_experts(
     """
     # The scratch rows hold the output gradients first and the inputs later, one row a pair.
     grad_PD = gather_rows(grad_UD, kept.row_P, "rows")
-    grad_h_PF = grouped_mm(grad_PD, experts.down_eDF, kept.offsets_e)
+    grad_h_PF = _grouped_mm(grad_PD, lambda w: w.down_eDF, kept.groups, experts)
     grad_gate_up_P2F, scaled_h_PF, grad_p_P = gated_backward(
         gate_up_R2F, kept.gate_up_row_P, grad_h_PF, kept.coef_P, experts.act
     )
-    grad_down_eDF = grad_x_UD = grad_gate_up_e2FD = None
+    grad_x_UD = grad_gate_up = grad_down = replica_gate_up = replica_down = None
     if needs_down:
-        grad_down_eDF = grouped_outer(grad_PD, scaled_h_PF, kept.offsets_e)
+        grad_down, replica_down = _grouped_outer(grad_PD, scaled_h_PF, kept.groups, experts)
     if needs_gate_up:
         x_PD = gather_rows(x_UD, kept.x_row_P, "rows")
-        grad_gate_up_e2FD = grouped_outer(grad_gate_up_P2F, x_PD, kept.offsets_e)
+        grad_gate_up, replica_gate_up = _grouped_outer(grad_gate_up_P2F, x_PD, kept.groups, experts)
     if needs_x:
-        grad_x_PD = grouped_mm(grad_gate_up_P2F, experts.gate_up_e2FD, kept.offsets_e)
+        grad_x_PD = _grouped_mm(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
         grad_x_UD = sum_rows(grad_x_PD, kept.row_P, grad_UD.shape[0])
     return Gradients(
-        x_UD=grad_x_UD, p_P=grad_p_P, gate_up_e2FD=grad_gate_up_e2FD, down_eDF=grad_down_eDF
+        x_UD=grad_x_UD,
+        p_P=grad_p_P,
+        gate_up_e2FD=grad_gate_up,
+        down_eDF=grad_down,
+        replica_gate_up_s2FD=replica_gate_up,
+        replica_down_sDF=replica_down,
     )
 
 
 def compact_saved(
-    x_UD: torch.Tensor,
-    row_R: torch.Tensor,
-    gate_up_R2F: torch.Tensor,
-    kept_row_P: torch.Tensor,
-    forward_P: torch.Tensor,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_UD: torch.Tensor, gate_up_R2F: torch.Tensor | None, kept: KeptPairs, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Inputs and gate_up outputs of the kept pairs alone, laid out like the gradient payload.
 
     The payload's rows are the same tokens, so both are found through any pair that they feed.
     """
     # Padding rows of a static payload are named by no pair; they repeat row 0.
-    forward_row_U = row_R.new_zeros(num_rows)
-    forward_row_U[kept_row_P.long()] = row_R.index_select(0, forward_P)
-    x_kept_UD = x_UD[forward_row_U] if num_rows else x_UD[:0]
-    return x_kept_UD, gate_up_R2F[forward_P]
+    x_row_U = kept.x_row_P.new_zeros(num_rows)
+    x_row_U[kept.row_P.long()] = kept.x_row_P
+    x_kept_UD = x_UD[x_row_U] if num_rows else x_UD[:0]
+    return x_kept_UD, None if gate_up_R2F is None else gate_up_R2F[kept.gate_up_row_P]
+
+
+def _gate_up(x_RD: torch.Tensor, groups: Groups, experts: Experts) -> torch.Tensor:
+    return _grouped_mm(x_RD, lambda w: w.gate_up_e2FD.transpose(1, 2), groups, experts)
+
+
+def _grouped_mm(
+    rows_RA: torch.Tensor,
+    matrix: Callable[[Weights], torch.Tensor],
+    groups: Groups,
+    experts: Experts,
+) -> torch.Tensor:
+    """One product per instance; the home experts' run while replicas are still on their way."""
+    home = matrix(experts.home)
+    n, ends = groups.home_rows, groups.offsets_e
+    if experts.replicas is None:
+        return grouped_mm(rows_RA, home, ends)
+    at_home = grouped_mm(rows_RA[:n], home, ends[: len(home)])
+    replicas = matrix(experts.replicas())
+    if len(replicas) == 0:  # this rank only sent weights
+        return at_home
+    return torch.cat([at_home, grouped_mm(rows_RA[n:], replicas, ends[len(home) :] - n)])
+
+
+def _grouped_outer(
+    rows_PA: torch.Tensor, rows_PB: torch.Tensor, groups: Groups, experts: Experts
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight gradients of the home experts, and of the replicas."""
+    e, n, ends = len(experts.home.down_eDF), groups.home_rows, groups.offsets_e
+    if len(ends) == e:
+        return grouped_outer(rows_PA, rows_PB, ends), None
+    return (
+        grouped_outer(rows_PA[:n], rows_PB[:n], ends[:e]),
+        grouped_outer(rows_PA[n:], rows_PB[n:], ends[e:] - n),
+    )

@@ -16,14 +16,19 @@ from lrmoe.exchange import Exchange, as_list
 from lrmoe.kernels.rows import gather_rows, sum_rows
 from lrmoe.pairs import (
     ArrivalOrder,
+    MessageOrder,
     PairTable,
     arrival_order,
     count_token_rows,
+    forward_instances,
+    message_order,
     token_rows,
 )
 from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import Selection, spread
 from lrmoe.state import pairs_by_rank
+
+_SAVED = ("token_U", "pair_M", "row_P", "coef_P", "rows_slack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +66,14 @@ class Announced:
     """The kept pairs as both ends see them, once the sources have told the experts' ranks."""
 
     token_U: torch.Tensor  # source: token of each payload row
-    row_P: torch.Tensor  # experts: int32, expert-major
-    forward_P: torch.Tensor  # experts: int32 place among the pairs of the forward pass
+    pair_M: torch.Tensor | None  # source: order of sending, places among the kept pairs
+    row_P: torch.Tensor  # experts: int32 payload row, instance-major
+    forward_P: torch.Tensor  # experts: int32 place among the forward pass's pairs; < 0: moved here
     coef_P: torch.Tensor  # experts: routing weight times selection weight
     rows_slack: torch.Tensor  # padding rows this rank sends to others
+    num_moved: int  # source: kept pairs that left the instance of their forward pass
+    moved_x_UD: torch.Tensor | None  # experts: inputs of the moved pairs' tokens; None: none moved
+    moved_row_P: torch.Tensor | None  # experts: int32 row of it, where moved
     kept_WV: Int  # kept pairs of each source at each instance
     splits: Splits
 
@@ -74,25 +83,33 @@ class Announced:
         return arrival_order(self.kept_WV[:, here], self.splits.receive_rows_W, self.row_P.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The part that autograd must save, by name."""
-        names = ("token_U", "row_P", "forward_P", "coef_P", "rows_slack")
-        return {name: getattr(self, name) for name in names}
-
-    def host(self) -> tuple[Int, Splits]:
-        """The part that needs no memory of the device."""
-        return self.kept_WV, self.splits
+        """What the backward pass of a draw in the forward pass still needs, by name."""
+        values = {name: getattr(self, name) for name in _SAVED}
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], host: tuple[Int, Splits]) -> Announced:
-        """The inverse of :meth:`tensors` and :meth:`host`."""
-        names = ("token_U", "row_P", "forward_P", "coef_P", "rows_slack")
-        kept_WV, splits = host
-        return cls(**{name: tensors[name] for name in names}, kept_WV=kept_WV, splits=splits)
+    def restore(
+        cls,
+        tensors: dict[str, torch.Tensor],
+        kept_WV: Int,
+        splits: Splits,
+        num_moved: int,
+    ) -> Announced:
+        """The inverse of :meth:`tensors`; the saved state is that of the kept pairs alone."""
+        saved: dict[str, Any] = {name: tensors.get(name) for name in _SAVED}
+        return cls(
+            **saved,
+            forward_P=saved["row_P"].new_empty(0),
+            num_moved=num_moved,
+            moved_x_UD=None,
+            moved_row_P=None,
+            kept_WV=kept_WV,
+            splits=splits,
+        )
 
-
-def instance_ranks(plan: Plan, pairs_V: Int, device: torch.device) -> torch.Tensor:
-    """The computing rank of each of this rank's pairs, laid out by instance; int64 [N]."""
-    return spread(plan.instance_rank_V, pairs_V, device)
+    def to_kept_order(self, values_M: torch.Tensor) -> torch.Tensor:
+        """The order of sending -> the order of the selection."""
+        return MessageOrder(pair_M=self.pair_M, rank_M=values_M).to_expert_major(values_M)
 
 
 def local_instances(plan: Plan, rank: int) -> slice:
@@ -105,6 +122,7 @@ def send_tokens(
     x_TD: torch.Tensor,
     p_N: torch.Tensor,
     pairs: PairTable,
+    sending: MessageOrder,
     plan: Plan,
     splits: Splits,
     exchange: Exchange,
@@ -114,11 +132,11 @@ def send_tokens(
     Also returns the token of each row this rank sent, for the way back.
     """
     device = x_TD.device
-    rank_N = instance_ranks(plan, plan.forward_WV[exchange.rank], device)
-    needed_WT, _ = count_token_rows(pairs.token_N, rank_N, x_TD.shape[0], exchange.num_ranks)
-    rows = token_rows(needed_WT, pairs.token_N, rank_N, splits.send_rows_W)
+    token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
+    needed_WT, _ = count_token_rows(token_M, sending.rank_M, x_TD.shape[0], exchange.num_ranks)
+    rows = token_rows(needed_WT, token_M, sending.rank_M, splits.send_rows_W)
     x_UD = send_rows(x_TD, rows.token_U, splits, exchange, is_kept=True)
-    notes = exchange.all_to_all(_pack(rows.row_P, p_N), splits.send_pairs_W, splits.receive_pairs_W)
+    notes = exchange.all_to_all(_pack(rows.row_P, p_M), splits.send_pairs_W, splits.receive_pairs_W)
     here = local_instances(plan, exchange.rank)
     order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
     row_R, p_R = _unpack(order.to_expert_major(notes), p_N.dtype)
@@ -177,22 +195,15 @@ def collect_rows(
 def return_pairs(
     values_R: torch.Tensor, order: ArrivalOrder, splits: Splits, exchange: Exchange
 ) -> torch.Tensor:
-    """Send one value (or row) per pair back to its source, in the source's order."""
+    """Send one value (or row) per pair back to its source, in its order of sending."""
     return exchange.all_to_all(
         order.to_message(values_R), splits.receive_pairs_W, splits.send_pairs_W
     )
 
 
-def send_pairs(
-    values_N: torch.Tensor, order: ArrivalOrder, splits: Splits, exchange: Exchange
-) -> torch.Tensor:
-    """Send one value per pair to the rank of its expert, expert-major there."""
-    received = exchange.all_to_all(values_N, splits.send_pairs_W, splits.receive_pairs_W)
-    return order.to_expert_major(received)
-
-
 def announce_kept(
     selection: Selection,
+    x_TD: torch.Tensor | None,
     p_N: torch.Tensor,
     pairs: PairTable,
     plan: Plan,
@@ -201,33 +212,77 @@ def announce_kept(
     rows: str,
     exchange: Exchange,
 ) -> Announced:
-    """Tell the experts' ranks which pairs are kept, with which coefficient, and from which row."""
-    device, rank = p_N.device, exchange.rank
-    kept_P = selection.kept_P
-    rank_P = instance_ranks(plan, plan.forward_WV[rank], device)[kept_P]
-    token_P = pairs.token_N[kept_P]
-    needed_WT, rows_W = count_token_rows(token_P, rank_P, num_tokens, exchange.num_ranks)
-    kept_WV, splits = _backward_splits(
-        plan, forward_splits, rows_W, pairs.expert_N[kept_P], rows, exchange
-    )
-    sent = token_rows(needed_WT, token_P, rank_P, splits.send_rows_W)
+    """Tell the experts' ranks which pairs are kept, with which coefficient, and from which row.
 
-    message_start_W = np.cumsum([0, *forward_splits.send_pairs_W[:-1]])
-    place_P = kept_P - torch.from_numpy(message_start_W).to(device)[rank_P]
-    coef_P = p_N[kept_P] * selection.weight_P
+    A pair that leaves the instance of its forward pass takes its token's input along.
+
+    Args:
+        x_TD: this rank's tokens; needed where pairs may move.
+    """
+    device, rank, num_ranks = p_N.device, exchange.rank, exchange.num_ranks
+    pairs_V = plan.forward_WV[rank]
+    forward_N = forward_instances(plan, pairs_V, device)
+    sent_first = message_order(plan, forward_N, pairs_V, device)
+    kept_P = selection.kept_P
+    pair_M, is_moved_M = None, None
+    if forward_N is None:
+        kept_M, rank_M = kept_P, sent_first.rank_M[kept_P]
+        instance_M = pairs.expert_N[kept_P]
+    else:
+        instance_P = forward_N[kept_P] if selection.instance_P is None else selection.instance_P
+        pair_M = torch.sort(instance_P, stable=True).indices
+        kept_M, instance_M = kept_P[pair_M], instance_P[pair_M]
+        rank_M = torch.from_numpy(plan.instance_rank_V).to(device)[instance_M]
+        if selection.instance_P is not None:
+            is_moved_M = instance_M != forward_N[kept_M]
+    token_M = pairs.token_N[kept_M]
+    needed_WT, rows_W = count_token_rows(token_M, rank_M, num_tokens, num_ranks)
+    moved_M = None if is_moved_M is None else is_moved_M.nonzero().squeeze(1)  # device sync
+    moved_WT, moved_rows_W = None, None
+    if not plan.is_home_only:
+        of = slice(0, 0) if moved_M is None else moved_M
+        moved_WT, moved_rows_W = count_token_rows(token_M[of], rank_M[of], num_tokens, num_ranks)
+    kept_WV, splits, moved_splits = _backward_splits(
+        plan, forward_splits, rows_W, moved_rows_W, instance_M, rows, exchange
+    )
+    sent = token_rows(needed_WT, token_M, rank_M, splits.send_rows_W)
+
+    message_start_W = torch.from_numpy(np.cumsum([0, *forward_splits.send_pairs_W[:-1]])).to(device)
+    place_M = _places(sent_first, kept_M) - message_start_W[rank_M]
+    moved_x_UD = None
+    if moved_splits is not None:  # on every rank, if a pair moves on any
+        assert x_TD is not None
+        assert moved_WT is not None
+        moved_M = kept_M[:0] if moved_M is None else moved_M
+        moved = token_rows(moved_WT, token_M[moved_M], rank_M[moved_M], moved_splits.send_rows_W)
+        place_M[moved_M] = -1 - moved.row_P.long()
+        moved_x_UD = send_rows(x_TD, moved.token_U, moved_splits, exchange, is_kept=True)
+    weight_M = selection.weight_P if pair_M is None else selection.weight_P[pair_M]
     notes = exchange.all_to_all(
-        _pack(place_P, sent.row_P, coef_P), splits.send_pairs_W, splits.receive_pairs_W
+        _pack(place_M, sent.row_P, p_N[kept_M] * weight_M),
+        splits.send_pairs_W,
+        splits.receive_pairs_W,
     )
     here = local_instances(plan, rank)
     order = arrival_order(kept_WV[:, here], splits.receive_rows_W, device)
     place_P, row_P, coef_P = _unpack(order.to_expert_major(notes), p_N.dtype)
+    forward_P = place_P + _forward_shift(plan.forward_WV[:, here], kept_WV[:, here], device)
+    moved_row_P = None
+    if moved_splits is not None:
+        moved_order = arrival_order(kept_WV[:, here], moved_splits.receive_rows_W, device)
+        moved_row_P = _shifted(-1 - place_P, moved_order)
+        forward_P = torch.where(place_P < 0, -1, forward_P)
     return Announced(
         token_U=sent.token_U,
+        pair_M=pair_M,
         row_P=_shifted(row_P, order),
-        forward_P=place_P + _forward_shift(plan.forward_WV[:, here], kept_WV[:, here], device),
+        forward_P=forward_P,
         coef_P=coef_P,
         splits=splits,
         kept_WV=kept_WV,
+        num_moved=0 if moved_M is None else len(moved_M),
+        moved_x_UD=moved_x_UD,
+        moved_row_P=moved_row_P,
         # Stays on the device: nothing waits for it before the report does.
         rows_slack=int(rows_to_others(splits.send_rows_W, rank)) - rows_to_others(rows_W, rank),
     )
@@ -238,19 +293,30 @@ def rows_to_others(rows_W: Any, rank: int) -> Any:
     return rows_W.sum() - rows_W[rank]
 
 
+def _places(sent: MessageOrder, pair_M: torch.Tensor) -> torch.Tensor:
+    """Where pairs (places in expert-major order) stood among all that were sent."""
+    if sent.pair_M is None:
+        return pair_M
+    place_N = torch.empty_like(sent.pair_M)
+    place_N[sent.pair_M] = torch.arange(len(place_N), device=place_N.device)
+    return place_N[pair_M]
+
+
 def _backward_splits(
     plan: Plan,
     forward_splits: Splits,
     rows_W: torch.Tensor,
-    expert_P: torch.Tensor,
+    moved_rows_W: torch.Tensor | None,
+    instance_M: torch.Tensor,
     rows: str,
     exchange: Exchange,
-) -> tuple[Int, Splits]:
-    """Kept pairs per source and instance, and the row counts of the backward payload.
+) -> tuple[Int, Splits, Splits | None]:
+    """Kept pairs per source and instance, and the row counts of the backward payloads.
 
     ``rows="exact"`` gathers the row counts (one collective and host sync); ``"static"`` pads the
     payload to ``min(kept pairs, forward rows)`` instead. In global scope the kept pairs per rank
-    are not in the plan either, and travel with the row counts.
+    are not in the plan either, and travel with the row counts; so do the rows of moved pairs, whose
+    splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
     if rows == "static":
@@ -259,15 +325,24 @@ def _backward_splits(
         pairs_WW = pairs_by_rank(plan, kept_WV)
         send_rows_W = np.minimum(forward_splits.send_rows_W, pairs_WW[rank])
         receive_rows_W = np.minimum(forward_splits.receive_rows_W, pairs_WW[:, rank])
-    else:
-        counts = rows_W
-        if plan.backward_WV is None:
-            counts = torch.cat([rows_W, torch.bincount(expert_P, minlength=V)])
-        gathered = exchange.all_gather_counts(counts)
-        kept_WV = gathered[:, W:] if plan.backward_WV is None else plan.backward_WV
-        pairs_WW = pairs_by_rank(plan, kept_WV)
-        send_rows_W, receive_rows_W = gathered[rank, :W], gathered[:, rank]
-    return kept_WV, Splits(
+        return kept_WV, _splits(rank, pairs_WW, send_rows_W, receive_rows_W), None
+    counts = [rows_W]
+    if moved_rows_W is not None:
+        counts.append(moved_rows_W)
+    if plan.backward_WV is None:
+        counts.append(torch.bincount(instance_M, minlength=V))
+    gathered = exchange.all_gather_counts(torch.cat(counts))
+    kept_WV = gathered[:, -V:] if plan.backward_WV is None else plan.backward_WV
+    pairs_WW = pairs_by_rank(plan, kept_WV)
+    splits = _splits(rank, pairs_WW, gathered[rank, :W], gathered[:, rank])
+    moved_splits = None
+    if moved_rows_W is not None and gathered[:, W : 2 * W].any():
+        moved_splits = _splits(rank, pairs_WW, gathered[rank, W : 2 * W], gathered[:, W + rank])
+    return kept_WV, splits, moved_splits
+
+
+def _splits(rank: int, pairs_WW: Int, send_rows_W: Int, receive_rows_W: Int) -> Splits:
+    return Splits(
         send_pairs_W=as_list(pairs_WW[rank]),
         receive_pairs_W=as_list(pairs_WW[:, rank]),
         send_rows_W=np.ascontiguousarray(send_rows_W),

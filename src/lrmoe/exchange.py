@@ -47,13 +47,30 @@ class Exchange:
         """Rows laid out by destination -> rows laid out by source. One rank: the same tensor."""
         if self.num_ranks == 1:
             return rows
-        row_bytes = rows[0:1].numel() * rows.element_size() if rows.shape[0] else 0
-        self.sent_bytes += (sum(send_W) - send_W[self.rank]) * row_bytes
+        self._count(rows, send_W)
         received = rows.new_empty(sum(receive_W), *rows.shape[1:])
         dist.all_to_all_single(
             received, rows.contiguous(), list(receive_W), list(send_W), group=self.group
         )
         return received
+
+    def start_all_to_all(
+        self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]
+    ) -> Pending:
+        """:meth:`all_to_all` that goes on while other work is done."""
+        if self.num_ranks == 1:
+            return Pending(rows, None, rows)
+        self._count(rows, send_W)
+        rows = rows.contiguous()
+        received = rows.new_empty(sum(receive_W), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            received, rows, list(receive_W), list(send_W), group=self.group, async_op=True
+        )
+        return Pending(received, work, rows)
+
+    def _count(self, rows: torch.Tensor, send_W: Sequence[int]) -> None:
+        row_bytes = rows[0:1].numel() * rows.element_size() if rows.shape[0] else 0
+        self.sent_bytes += (sum(send_W) - send_W[self.rank]) * row_bytes
 
     def take_sent_bytes(self) -> int:
         """Bytes sent to other ranks since the last call."""
@@ -64,3 +81,16 @@ class Exchange:
 def as_list(values: Int) -> list[int]:
     """Split sizes as torch.distributed takes them."""
     return [int(v) for v in np.asarray(values)]
+
+
+class Pending:
+    """A collective on its way, and the memory it reads from and writes to."""
+
+    def __init__(self, received: torch.Tensor, work: dist.Work | None, sent: torch.Tensor) -> None:
+        self._received, self._work, self._sent = received, work, sent
+
+    def wait(self) -> torch.Tensor:
+        """What arrived."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received

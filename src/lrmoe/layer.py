@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -24,8 +24,20 @@ from lrmoe import compute, dispatch
 from lrmoe.account import account_backward, account_forward, pair_record, scatter_pairs
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
+from lrmoe.instances import (
+    check_version,
+    gradients_home,
+    groups,
+    kept_pairs,
+    local_experts,
+)
 from lrmoe.kernels.gated import Activation
-from lrmoe.pairs import PairTable, sort_pairs
+from lrmoe.pairs import (
+    PairTable,
+    forward_instances,
+    message_order,
+    sort_pairs,
+)
 from lrmoe.recalibrate import choose_pairs, router_gradient
 from lrmoe.report import Span
 from lrmoe.score import lrm, row_norm_sq
@@ -160,21 +172,25 @@ class _RecalibratedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         state, exchange, record, pairs = call.state, call.exchange, call.record, call.pairs
         config, plan, T = record.config, record.plan, x_TD.shape[0]
-        weights = compute.Experts(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF, act=call.act)
+        home = compute.Weights(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF)
+        local = local_experts(record, exchange, home, call.act, plan.forward_WV)
         p_N = p_TK.reshape(-1)[pairs.flat_N]
+        pairs_V = plan.forward_WV[exchange.rank]
+        instance_N = forward_instances(plan, pairs_V, x_TD.device)
+        sending = message_order(plan, instance_N, pairs_V, x_TD.device)
         splits = dispatch.Splits.of(
             exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW
         )
         returns_pairs = config.router_grad == "exact" and call.is_differentiable
 
-        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, plan, splits, exchange)
+        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
-        work = compute.forward_experts(
-            arrived.x_UD, arrived.row_R, scale_R, arrived.order.offsets_e, weights
-        )
+        rows = groups(arrived.order, plan.forward_WV, plan, exchange)
+        work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, rows, local)
         y_TKD = None
         if returns_pairs:
-            y_ND = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_MD = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_ND = sending.to_expert_major(y_MD)
             y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
             y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
             output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
@@ -185,7 +201,8 @@ class _RecalibratedExperts(torch.autograd.Function):
         if not call.is_differentiable:
             return output_TD
 
-        h_norm_sq_N = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_M = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_N = sending.to_expert_major(h_norm_sq_M)
         saved = {
             "call_id": torch.tensor(record.id),
             "p_TK": p_TK,
@@ -194,30 +211,31 @@ class _RecalibratedExperts(torch.autograd.Function):
             "gate_up_e2FD": gate_up_e2FD,
             "down_eDF": down_eDF,
         }
-        x_UD, gate_up_R2F = arrived.x_UD, work.gate_up_R2F
+        x_UD: torch.Tensor = arrived.x_UD
+        gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
         if config.draw == "forward":
             if record.selection is None:
                 record.selection = choose_pairs(
-                    p_N, None, h_norm_sq_N, pairs, record, state, splits, exchange
+                    p_N, None, h_norm_sq_N, pairs, record, state, exchange
                 )
             announced = dispatch.announce_kept(
-                record.selection, p_N, pairs, plan, splits, T, config.rows, exchange
+                record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
             )
-            if not plan.keeps_all:
-                x_UD, gate_up_R2F = compute.compact_saved(
-                    x_UD,
-                    arrived.row_R,
-                    gate_up_R2F,
-                    announced.row_P,
-                    announced.forward_P,
-                    num_rows=int(announced.splits.receive_rows_W.sum()),
+            if not (plan.keeps_all and plan.backward_is_forward):
+                kept, x_UD, gate_up_R2F = kept_pairs(
+                    announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
                 )
+                num_rows = int(announced.splits.receive_rows_W.sum())
+                x_UD, gate_up_R2F = compute.compact_saved(x_UD, gate_up_R2F, kept, num_rows)
             saved |= announced.tensors()
-            record.kept_host = announced.host()
+            record.kept_host = (announced.kept_WV, announced.splits, announced.num_moved)
         else:
             saved["row_R"] = arrived.row_R
+            if not plan.is_home_only:
+                saved["x_TD"] = x_TD  # the inputs of pairs that move travel in the backward pass
         saved["x_UD"] = x_UD
         if config.save == "activations":
+            assert gate_up_R2F is not None
             saved["gate_up_R2F"] = gate_up_R2F
         if config.router_grad == "completed":
             saved["output_TD"] = output_TD
@@ -241,9 +259,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         record = state.find_call(int(saved["call_id"]))
         config, plan, T = record.config, record.plan, grad_TD.shape[0]
         span = Span(grad_TD.device, exchange.num_ranks)
-        weights = compute.Experts(
-            gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"], act=act
-        )
+        home = compute.Weights(gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"])
         pairs = sort_pairs(saved["top_k_index_TK"])
         p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]
         grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
@@ -252,9 +268,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             assert record.selection is not None
             assert record.kept_host is not None
             selection = record.selection
-            announced = dispatch.Announced.restore(saved, record.kept_host)
-            x_row_P = announced.row_P
-            gate_up_row_P = _arange(x_row_P)
+            announced = dispatch.Announced.restore(saved, *record.kept_host)
         else:
             selection = choose_pairs(
                 p_N,
@@ -263,34 +277,34 @@ class _RecalibratedExperts(torch.autograd.Function):
                 pairs,
                 record,
                 state,
-                ctx.splits,
                 exchange,
             )
             announced = dispatch.announce_kept(
-                selection, p_N, pairs, plan, ctx.splits, T, config.rows, exchange
+                selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange
             )
-            x_row_P = saved["row_R"].index_select(0, announced.forward_P)
-            gate_up_row_P = announced.forward_P
+        check_version(state, record)
+        local = local_experts(record, exchange, home, act, announced.kept_WV)
         order = announced.order(plan, exchange.rank)
-        kept = compute.KeptPairs(
-            row_P=announced.row_P,
-            x_row_P=x_row_P,
-            gate_up_row_P=gate_up_row_P,
-            coef_P=announced.coef_P,
-            offsets_e=order.offsets_e,
+        kept, x_UD, gate_up_R2F = kept_pairs(
+            announced,
+            saved.get("row_R"),
+            saved["x_UD"],
+            saved.get("gate_up_R2F"),
+            plan,
+            exchange,
+            local,
         )
         grad_UD = dispatch.send_rows(
             grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
         )
-        if "gate_up_R2F" not in saved:
-            saved["gate_up_R2F"] = compute.recompute_gate_up(saved["x_UD"], kept, weights)
-            kept = replace(kept, gate_up_row_P=_arange(kept.row_P))
+        if gate_up_R2F is None:
+            gate_up_R2F = compute.recompute_gate_up(x_UD, kept.x_row_P, kept.groups, local)
         grads = compute.backward_experts(
             grad_UD,
-            saved["x_UD"],
-            saved["gate_up_R2F"],
+            x_UD,
+            gate_up_R2F,
             kept,
-            weights,
+            local,
             needs_x=needs_x,
             needs_gate_up=needs_gate_up,
             needs_down=needs_down,
@@ -304,8 +318,10 @@ class _RecalibratedExperts(torch.autograd.Function):
             # Dropping pairs must not hide an overflow from the layers before.
             grad_x_TD.masked_fill_(is_bad_T[:, None], float("nan"))
         if needs_p:
-            inner_P = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            inner_M = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            inner_P = announced.to_kept_order(inner_M)
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
+        grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
@@ -315,7 +331,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         if state.captured is not None:
             captured = pair_record(saved, record, exchange, pairs, selection, lrm_N)
             insort(state.captured, captured, key=lambda pair_record: pair_record.call)
-        return grad_x_TD, grad_p_TK, grads.gate_up_e2FD, grads.down_eDF, None, None
+        return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
 
 
 def _router_gradient(
@@ -344,10 +360,6 @@ def _router_gradient(
         inner_TK,
         grad_output_T,
     )
-
-
-def _arange(like_P: torch.Tensor) -> torch.Tensor:
-    return torch.arange(like_P.shape[0], device=like_P.device, dtype=torch.int32)
 
 
 def _check(

@@ -3,12 +3,14 @@
 Shape letters: T = tokens, K = top-k, N = T * K pairs, P = a subset of them, U = unique token rows,
 W = ranks, V = instances (rank-major), e = instances on this rank, R = rows after dispatch.
 
-A source lays its pairs out by instance; instances are rank-major, so each destination's pairs are
-one run (the *message*). The receiver sees messages from every source, each ordered by instance, and
-reads them expert-major, which is what a grouped GEMM takes:
+A source sends its pairs by instance; instances are rank-major, so each destination's pairs are one
+run (the *message*). The receiver sees messages from every source, each ordered by instance, and
+reads them instance-major, which is what a grouped GEMM takes:
 
-    message order:       (rank 0: i0 i0 i1) (rank 1: i0 i1 i1)
-    expert-major order:  (i0: r0 r0 r1)     (i1: r0 r1 r1)
+    message order:         (rank 0: i0 i0 i1) (rank 1: i0 i1 i1)
+    instance-major order:  (i0: r0 r0 r1)     (i1: r0 r1 r1)
+
+With home experts only, instances are experts, and expert-major order is the message order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lrmoe.planner.problem import Int
+from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import blocks, spread
 
 
@@ -42,6 +44,43 @@ def sort_pairs(top_k_index_TK: torch.Tensor) -> PairTable:
         token_N=sorted_ids.indices // max(top_k_index_TK.shape[1], 1),
         expert_N=sorted_ids.values.long(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageOrder:
+    """The order in which this rank sends its pairs (or some of them): by instance."""
+
+    pair_M: torch.Tensor | None  # int64 place in expert-major order; None: the same order
+    rank_M: torch.Tensor  # int64 destination
+
+    def to_message(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Expert-major order -> the order of sending."""
+        return values_N if self.pair_M is None else values_N[self.pair_M]
+
+    def to_expert_major(self, values_M: torch.Tensor) -> torch.Tensor:
+        """The order of sending -> expert-major order."""
+        if self.pair_M is None:
+            return values_M
+        return torch.empty_like(values_M).index_copy_(0, self.pair_M, values_M)
+
+
+def forward_instances(plan: Plan, pairs_V: Int, device: torch.device) -> torch.Tensor | None:
+    """The instance of each of a rank's pairs in the forward pass, int64 [N]; ``None``: its expert.
+
+    The pairs of an expert go to its instances in runs, in instance order.
+    """
+    if plan.is_home_only:
+        return None
+    by_expert_V = np.argsort(plan.instance_expert_V, kind="stable")
+    return spread(by_expert_V, pairs_V[by_expert_V], device)
+
+
+def message_order(
+    plan: Plan, instance_N: torch.Tensor | None, pairs_V: Int, device: torch.device
+) -> MessageOrder:
+    """The order of sending for pairs with these instances, ``pairs_V`` of each (host)."""
+    pair_M = None if instance_N is None else torch.sort(instance_N, stable=True).indices
+    return MessageOrder(pair_M=pair_M, rank_M=spread(plan.instance_rank_V, pairs_V, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,15 @@ experts, P = kept pairs, E = experts, e = experts on this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
-from lrmoe.dispatch import Splits, local_instances, return_pairs, send_pairs
-from lrmoe.exchange import Exchange
-from lrmoe.pairs import PairTable, arrival_order
+from lrmoe.exchange import Exchange, as_list
+from lrmoe.pairs import PairTable, arrival_order, forward_instances
+from lrmoe.planner.problem import Int, Plan
+from lrmoe.reroute import reroute
 from lrmoe.score import control_score
 from lrmoe.select import (
     Segments,
@@ -19,6 +23,7 @@ from lrmoe.select import (
     sampling_sizes,
     select_sampled,
     select_top,
+    spread,
 )
 from lrmoe.state import CallRecord, LayerState, current_token_losses
 
@@ -30,7 +35,6 @@ def choose_pairs(
     pairs: PairTable,
     call: CallRecord,
     state: LayerState,
-    splits: Splits,
     exchange: Exchange,
 ) -> Selection:
     """The kept pairs of this rank, within the plan's quotas.
@@ -38,8 +42,8 @@ def choose_pairs(
     Args:
         grad_norm_sq_T: ``None`` when drawn in the forward pass: the sizes are then ``p |h|``.
     """
-    plan, config = call.plan, call.config
-    if plan.keeps_all:
+    plan, config, rank = call.plan, call.config, exchange.rank
+    if plan.keeps_all and plan.backward_is_forward:
         return keep_everything(p_N.shape[0], p_N)
     generator = state.generator("select", exchange, call, p_N.device)
     grad_norm_sq_N = (
@@ -51,45 +55,110 @@ def choose_pairs(
         loss_T = current_token_losses(grad_norm_sq_T.shape[0])
         loss_N = loss_T.to(p_N.device, p_N.dtype)[pairs.token_N]
     score_N = control_score(config.selection, p_N, grad_norm_sq_N, h_norm_sq_N, loss_N, generator)
-    if plan.quota_WE is not None:
-        segments = Segments.of(call.counts_WE[exchange.rank], p_N.device)
-        shares_E = plan.share_probability_WE
-        if not config.is_unbiased:
-            return select_top(score_N, segments, plan.quota_WE[exchange.rank])
-        return select_sampled(
+    if plan.quota_WE is None:
+        return _choose_at_home(score_N, call, exchange, generator)
+    segments = Segments.of(call.counts_WE[rank], p_N.device)
+    shares_E = plan.share_probability_WE
+    if config.is_unbiased:
+        chosen = select_sampled(
             sampling_sizes(score_N, segments, config.min_inclusion),
             segments,
-            plan.quota_WE[exchange.rank],
+            plan.quota_WE[rank],
             generator,
-            None if shares_E is None else shares_E[exchange.rank],
+            None if shares_E is None else shares_E[rank],
         )
-    return _choose_at_home(score_N, call, splits, exchange, generator)
+    else:
+        chosen = select_top(score_N, segments, plan.quota_WE[rank])
+    if plan.is_home_only:
+        return chosen
+    assert plan.backward_WV is not None
+    forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
+    assert forward_N is not None
+    return _rerouted(
+        chosen, forward_N, pairs.expert_N, plan.backward_WV[rank], plan.instance_expert_V
+    )
 
 
 def _choose_at_home(
-    score_N: torch.Tensor,
-    call: CallRecord,
-    splits: Splits,
-    exchange: Exchange,
-    generator: torch.Generator,
+    score_N: torch.Tensor, call: CallRecord, exchange: Exchange, generator: torch.Generator
 ) -> Selection:
-    """One choice per expert over all ranks: scores go to its rank, weights (or 0) come back."""
-    plan, config = call.plan, call.config
-    here = local_instances(plan, exchange.rank)
-    order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, score_N.device)
+    """One choice per expert over all ranks: scores go to its home rank, verdicts come back.
+
+    A verdict is the weight (0: dropped), and the instance where that is decided here too.
+    """
+    plan, config, device = call.plan, call.config, score_N.device
+    E, W = call.counts_WE.shape[1], exchange.num_ranks
+    home = slice(exchange.rank * (E // W), (exchange.rank + 1) * (E // W))
+    counts_We = call.counts_WE[:, home]
+    # Pairs are sorted by expert, so those of a home rank are one run.
+    send_W = as_list(call.counts_WE[exchange.rank].reshape(W, -1).sum(1))
+    receive_W = as_list(counts_We.sum(1))
+    order = arrival_order(counts_We, np.zeros(W, np.int64), device)
     # Expert-major order has the lower rank first, then the lower pair: ties fall by global pair id.
-    score_R = send_pairs(score_N, order, splits, exchange)
-    segments = Segments.of(plan.forward_WV[:, here].sum(0), score_N.device)
-    quota_e = plan.quota_E[plan.instance_expert_V[here]]
+    score_R = order.to_expert_major(exchange.all_to_all(score_N, send_W, receive_W))
+    segments = Segments.of(counts_We.sum(0), device)
+    quota_e = plan.quota_E[home]
     if config.is_unbiased:
         size_R = sampling_sizes(score_R, segments, config.min_inclusion)
         chosen = select_sampled(size_R, segments, quota_e, generator)
     else:
         chosen = select_top(score_R, segments, quota_e)
-    weight_R = torch.zeros_like(score_R).index_copy_(0, chosen.kept_P, chosen.weight_P)
-    weight_N = return_pairs(weight_R, order, splits, exchange)
-    kept_P = weight_N.nonzero().squeeze(1)  # device sync: how many are ours is decided elsewhere
-    return Selection(kept_P=kept_P, weight_P=weight_N[kept_P])
+    verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)
+    verdict_R2[chosen.kept_P, 0] = chosen.weight_P.double()
+    if not plan.is_home_only:
+        forward_R = spread(*_arrived_instances(plan, home), device)
+        chosen = _rerouted(
+            chosen,
+            forward_R,
+            segments.expert_N + home.start,
+            plan.capacity_V,
+            plan.instance_expert_V,
+        )
+        instance_P = chosen.instance_P
+        if instance_P is None:
+            instance_P = forward_R[chosen.kept_P]
+        verdict_R2[chosen.kept_P, 1] = instance_P.double()
+    if plan.is_home_only:
+        verdict_R2 = verdict_R2[:, :1].to(score_R.dtype)
+    verdict_N2 = exchange.all_to_all(order.to_message(verdict_R2), receive_W, send_W)
+    kept_P = verdict_N2[:, 0].nonzero().squeeze(1)  # device sync: decided elsewhere
+    kept = verdict_N2[kept_P]
+    return Selection(
+        kept_P=kept_P,
+        weight_P=kept[:, 0].to(score_N.dtype),
+        instance_P=None if plan.is_home_only else kept[:, 1].long(),
+    )
+
+
+def _arrived_instances(plan: Plan, home: slice) -> tuple[Int, Int]:
+    """Runs of forward instances in the expert-major order of arrival: ids and lengths."""
+    mine_v = np.flatnonzero(
+        (plan.instance_expert_V >= home.start) & (plan.instance_expert_V < home.stop)
+    )
+    W = len(plan.forward_WV)
+    instance_b = np.repeat(mine_v, W)
+    source_b = np.tile(np.arange(W), len(mine_v))
+    order_b = np.lexsort((instance_b, source_b, plan.instance_expert_V[instance_b]))
+    instance_b, source_b = instance_b[order_b], source_b[order_b]
+    return instance_b, plan.forward_WV[source_b, instance_b]
+
+
+def _rerouted(
+    chosen: Selection,
+    forward_N: torch.Tensor,
+    expert_N: torch.Tensor,
+    capacity_V: Int,
+    instance_expert_V: Int,
+) -> Selection:
+    """The same pairs, each at an instance with room."""
+    device = forward_N.device
+    instance_P = reroute(
+        forward_N[chosen.kept_P],
+        expert_N[chosen.kept_P],
+        torch.from_numpy(np.ascontiguousarray(capacity_V)).to(device),
+        torch.from_numpy(instance_expert_V).to(device),
+    )
+    return replace(chosen, instance_P=instance_P)
 
 
 def router_gradient(

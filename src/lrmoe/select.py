@@ -29,6 +29,8 @@ class Selection:
 
     kept_P: torch.Tensor  # int64, ascending positions in the expert-major order
     weight_P: torch.Tensor  # float32 (float64 for float64 scores)
+    # int64 instance in the backward pass; None: that of the forward pass
+    instance_P: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

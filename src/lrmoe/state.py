@@ -19,7 +19,7 @@ import torch
 
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
-from lrmoe.pairs import PairTable, count_token_rows
+from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
 from lrmoe.planner import Plan, PlanProblem, plan
 from lrmoe.planner.problem import Int
 from lrmoe.report import LayerReport, PairRecord, Tally
@@ -40,6 +40,8 @@ class CallRecord:
     """The settings when the call was made: a change in between takes effect with the next call."""
     step: int
     micro_batch: int
+    version: int
+    """Of the parameters: optimizer steps and loaded states so far."""
     top_k_index_TK: torch.Tensor
     counts_WE: Int
     plan: Plan
@@ -68,6 +70,7 @@ class LayerState:
         self.layer = layer
         self.step = 0
         self.micro_batch = 0
+        self.version = 0
         self.tally = Tally(layer)
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
@@ -77,6 +80,7 @@ class LayerState:
     def finish_step(self) -> None:
         """An optimizer step ends here: the next call belongs to the next step."""
         self.step += 1
+        self.version += 1
         self.micro_batch = 0
         self.finished, self.tally = self.tally, Tally(self.layer)
 
@@ -127,23 +131,27 @@ class LayerState:
         needs = is_differentiable + 2 * needs_x + 4 * needs_p
         counts_WE, rows_WW = _gather_counts(exchange, top_k_index_TK, pairs, num_experts, needs)
         started = time.perf_counter()
+        plan_ = plan(self._problem(counts_WE, is_differentiable, exchange))
+        plan_us = (time.perf_counter() - started) * 1e6
+        if not plan_.is_home_only:
+            rows_WW = _gather_rows(exchange, plan_, top_k_index_TK, pairs)
         record = CallRecord(
             id=next(_call_ids),
             config=self.config,
             step=self.step,
             micro_batch=self.micro_batch,
+            version=self.version,
             top_k_index_TK=top_k_index_TK,
             counts_WE=counts_WE,
-            plan=plan(self._problem(counts_WE, is_differentiable, exchange)),
+            plan=plan_,
             rows_WW=rows_WW,
             number=next(self._numbers) if is_differentiable else -1,
             may_be_recomputed=is_hooked,
         )
         if is_differentiable:
-            self.tally.add(plan_us=(time.perf_counter() - started) * 1e6)
+            self.tally.add(plan_us=plan_us)
             self.micro_batch += 1
             self._calls[record.id] = record
-            plan_ = record.plan
             self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
         return record
 
@@ -253,6 +261,18 @@ def _gather_counts(
             "same"
         )
     return gathered[:, :num_experts], gathered[:, num_experts : num_experts + W]
+
+
+def _gather_rows(
+    exchange: Exchange, plan_: Plan, top_k_index_TK: torch.Tensor, pairs: PairTable
+) -> Int:
+    """Unique token rows [W, W] where replicas decide the destinations (a second host sync)."""
+    device, pairs_V = top_k_index_TK.device, plan_.forward_WV[exchange.rank]
+    order = message_order(plan_, forward_instances(plan_, pairs_V, device), pairs_V, device)
+    _, rows_W = count_token_rows(
+        order.to_message(pairs.token_N), order.rank_M, len(top_k_index_TK), exchange.num_ranks
+    )
+    return exchange.all_gather_counts(rows_W)
 
 
 def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor) -> None:

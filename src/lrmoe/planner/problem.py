@@ -75,6 +75,18 @@ class Plan:
     the factor 1 / f, or the estimate would be too short by exactly these pairs."""
 
     @property
+    def backward_is_forward(self) -> bool:
+        """Whether no kept pair can be planned away from where its forward pass was."""
+        return self.is_home_only or (
+            self.backward_WV is not None and np.array_equal(self.backward_WV, self.forward_WV)
+        )
+
+    @property
+    def is_home_only(self) -> bool:
+        """Whether every expert has one instance, on its home rank, in expert order."""
+        return len(self.instance_expert_V) == len(self.quota_E)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every routed pair gets a backward pass."""
         return bool(self.quota_E.sum() == self.forward_WV.sum())

@@ -1,0 +1,131 @@
+"""The instances on this rank: home experts and replicas, and the state their kept pairs point into.
+
+Shape letters: U = token rows, R = pairs of the forward pass, P = kept pairs, M = those that moved
+here, F = expert width, W = ranks, V = instances, e = instances on this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lrmoe import compute, dispatch
+from lrmoe.exchange import Exchange
+from lrmoe.kernels.gated import Activation
+from lrmoe.pairs import ArrivalOrder
+from lrmoe.planner.problem import Int, Plan
+from lrmoe.replicas import SLOTS, add_replica_gradients, replicas_needed
+from lrmoe.state import CallRecord, LayerState
+
+
+def local_experts(
+    record: CallRecord,
+    exchange: Exchange,
+    home: compute.Weights,
+    act: Activation | None,
+    pairs_WV: Int,
+) -> compute.Experts:
+    """The instances on this rank; starts sending the weights of replicas that have pairs."""
+    plan = record.plan
+    needed_V = pairs_WV.sum(0) > 0
+    if plan.is_home_only or not replicas_needed(plan, needed_V):
+        return compute.Experts(home=home, replicas=None, act=act)
+    arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)
+    return compute.Experts(home=home, replicas=arriving, act=act)
+
+
+def groups(order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange) -> compute.Groups:
+    """Where the rows of each instance on this rank end."""
+    here = dispatch.local_instances(plan, exchange.rank)
+    home = slice(here.start, here.start + len(plan.quota_E) // exchange.num_ranks)
+    return compute.Groups(offsets_e=order.offsets_e, home_rows=int(pairs_WV[:, home].sum()))
+
+
+def kept_pairs(
+    announced: dispatch.Announced,
+    row_R: torch.Tensor | None,
+    x_UD: torch.Tensor,
+    gate_up_R2F: torch.Tensor | None,
+    plan: Plan,
+    exchange: Exchange,
+    local: compute.Experts,
+) -> tuple[compute.KeptPairs, torch.Tensor, torch.Tensor | None]:
+    """The kept pairs on this rank, and the saved state they point into.
+
+    The state of a pair that moved here is made now: its input arrived with the announcement, and
+    its gate_up outputs are recomputed from it.
+
+    Args:
+        row_R: input row of each pair of the forward pass; ``None``: the state holds the kept pairs
+            alone, in their order.
+        gate_up_R2F: ``None`` where it is recomputed for all kept pairs.
+    """
+    order = announced.order(plan, exchange.rank)
+    rows = groups(order, announced.kept_WV, plan, exchange)
+    in_order_P = _arange(announced.row_P)
+    if row_R is None:
+        x_row_P, gate_up_row_P = announced.row_P, in_order_P
+    elif announced.moved_x_UD is None:
+        x_row_P = row_R.index_select(0, announced.forward_P)
+        gate_up_row_P = announced.forward_P
+    else:
+        assert announced.moved_row_P is not None
+        is_moved_P = announced.forward_P < 0
+        forward_P = announced.forward_P.clamp(min=0)
+        stayed_row_P = row_R[forward_P] if len(row_R) else announced.moved_row_P
+        x_row_P = torch.where(is_moved_P, announced.moved_row_P + len(x_UD), stayed_row_P)
+        x_row_P = x_row_P.to(torch.int32)
+        x_UD = torch.cat([x_UD, announced.moved_x_UD])
+        gate_up_row_P = forward_P
+        if gate_up_R2F is not None:
+            moved_M = is_moved_P.nonzero().squeeze(1)  # device sync
+            moved = compute.Groups(
+                offsets_e=_count_through(moved_M, rows.offsets_e),
+                home_rows=int((moved_M < rows.home_rows).sum()),
+            )
+            moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
+            gate_up_row_P = gate_up_row_P.index_copy(
+                0, moved_M, len(gate_up_R2F) + _arange(moved_M)
+            )
+            gate_up_R2F = torch.cat([gate_up_R2F, moved_gate_up])
+    kept = compute.KeptPairs(
+        row_P=announced.row_P,
+        x_row_P=x_row_P,
+        gate_up_row_P=in_order_P if gate_up_R2F is None else gate_up_row_P,
+        coef_P=announced.coef_P,
+        groups=rows,
+    )
+    return kept, x_UD, gate_up_R2F
+
+
+def _count_through(row_M: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    """How many of the ascending rows lie before each end: inclusive ends of the subset, int32."""
+    return torch.searchsorted(row_M, ends_e.long(), right=False).to(torch.int32)
+
+
+def gradients_home(
+    grads: compute.Gradients, plan: Plan, kept_WV: Int, exchange: Exchange
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weight gradients of the home experts, their replicas' included."""
+    needed_V = kept_WV.sum(0) > 0
+    home = [grads.gate_up_e2FD, grads.down_eDF]
+    if plan.is_home_only or not replicas_needed(plan, needed_V):
+        return home[0], home[1]
+    away = (grads.replica_gate_up_s2FD, grads.replica_down_sDF)
+    for i, (grad, replica_grad) in enumerate(zip(home, away, strict=True)):
+        if grad is not None:
+            home[i] = add_replica_gradients(grad, replica_grad, plan, needed_V, exchange)
+    return home[0], home[1]
+
+
+def check_version(state: LayerState, record: CallRecord) -> None:
+    """Replicas are copies of the parameters at the forward pass; refuse any other's gradient."""
+    if state.version != record.version and not record.plan.is_home_only:
+        raise RuntimeError(
+            f"layer {state.layer}: the parameters changed between the forward and the backward "
+            f"pass (version {record.version} -> {state.version}: an optimizer step or a loaded "
+            "state); run the backward pass first"
+        )
+
+
+def _arange(like_P: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like_P.shape[0], device=like_P.device, dtype=torch.int32)

@@ -1,0 +1,191 @@
+"""Replicas and rerouted pairs over several ranks: gradients against the single-process oracle.
+
+Placements, forward splits and capacities are random here, so that no policy's habits hide a fault.
+Shape letters: W ranks, E experts, V instances.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import lrmoe.state
+from lrmoe import LayerState, Recalibration, experts
+from lrmoe import planner as planners
+from tests.dist.test_layer import Job, local, make_job, union
+from tests.layers import TENSORS, TOLERANCE, oracle_gradients, run_layer
+from tests.models import relative_error
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+_real_plan = planners.plan
+
+CONFIGS = [
+    Recalibration(rate=0.0),
+    Recalibration(rate=0.3),
+    Recalibration(rate=0.5, selection="top"),
+    Recalibration(rate=0.3, selection="top", scope="local"),
+    Recalibration(rate=0.4, draw="forward"),
+    Recalibration(rate=0.4, draw="forward", save="inputs", scope="global"),
+    Recalibration(rate=0.4, save="inputs"),
+    Recalibration(rate=0.3, router_grad="exact"),
+]
+
+
+def random_plan(problem, seed, moves):
+    """A legal plan with replicas, random splits, and capacities that make pairs move (or not)."""
+    rng = np.random.default_rng(seed)
+    W, E = problem.counts_WE.shape
+    expert_V = list(range(E))
+    rank_V = [e // (E // W) for e in expert_V]
+    for rank in range(W):
+        # a rank may have no replica, and one without any pair
+        for expert in rng.choice(E, size=rng.integers(0, 4), replace=False):
+            if expert // (E // W) != rank:
+                expert_V.append(int(expert))
+                rank_V.append(rank)
+    order = np.argsort(rank_V, kind="stable")
+    expert_V, rank_V = np.array(expert_V)[order], np.array(rank_V)[order]
+
+    def split(pairs_E):
+        share_V = np.zeros(len(expert_V), np.int64)
+        for expert, pairs in enumerate(pairs_E):
+            mine = np.flatnonzero(expert_V == expert)
+            share_V[mine] = rng.multinomial(pairs, rng.dirichlet(np.full(len(mine), 0.5)))
+        return share_V
+
+    forward_WV = np.stack([split(counts_E) for counts_E in problem.counts_WE])
+    base = _real_plan(problem)
+    if base.quota_WE is None:
+        capacity_V = split(base.quota_E) if moves else forward_WV.sum(0)
+        backward_WV = None
+    else:
+        backward_WV = np.stack([split(quota_E) for quota_E in base.quota_WE])
+        if not moves and base.keeps_all:
+            backward_WV = forward_WV
+        capacity_V = backward_WV.sum(0)
+    return replace(
+        base,
+        instance_expert_V=expert_V,
+        instance_rank_V=rank_V,
+        forward_WV=forward_WV,
+        capacity_V=capacity_V,
+        backward_WV=backward_WV,
+    )
+
+
+def _run_jobs(rank, world_size, jobs):
+    done = []
+    for seed, moves, job, through in jobs:
+        lrmoe.state.plan = partial(random_plan, seed=seed, moves=moves)
+        case = local(job.cases[rank], rank, world_size)
+        through_fn = partial(checkpoint, use_reentrant=through) if through is not None else None
+        extra = {} if through_fn is None else {"through": through_fn}
+        done.append(run_layer(case, job.config, group=dist.group.WORLD, **extra))
+    return done
+
+
+@pytest.mark.parametrize("tokens", [(11, 14), pytest.param((9, 0, 12, 7), marks=pytest.mark.slow)])
+def test_gradients_equal_the_oracle_with_replicas(tokens):
+    jobs = []
+    for seed in range(3):
+        for moves in (False, True):
+            for config in CONFIGS:
+                job = make_job(tokens, config, num_experts=8, dtype=torch.float64, top_k=3)
+                jobs.append((seed, moves, job, None))
+        for through in (False, True):  # non-reentrant and reentrant checkpointing
+            for draw in ("backward", "forward"):
+                config = Recalibration(rate=0.4, draw=draw)
+                job = make_job(tokens, config, num_experts=8, dtype=torch.float64, top_k=3)
+                jobs.append((seed, True, job, through))
+    ranks = run_ranks(_run_jobs, len(tokens), jobs, timeout=150)
+    moved, replicas = 0, 0
+    for i, (_, moves, job, _) in enumerate(jobs):
+        runs = [done[i] for done in ranks]
+        _assert_equal_to_the_oracle(job, runs)
+        reports = [run.report for run in runs]
+        assert len({report.replicas for report in reports}) == 1
+        replicas += reports[0].replicas
+        moved += sum(report.moved_rows for report in reports)
+        if not moves and job.config.rate == 0:
+            assert all(report.moved_rows == 0 for report in reports)
+        records = [run.records[0] for run in runs]
+        for record, report in zip(records, reports, strict=True):
+            kept = record.kept
+            assert (record.backward_rank[~kept] == -1).all()
+            changed = (record.forward_rank != record.backward_rank)[kept].sum()
+            assert changed <= report.moved_rows
+    assert replicas > 0
+    assert moved > 0
+
+
+def _assert_equal_to_the_oracle(job: Job, runs):
+    total = {}
+    for case, run in zip(job.cases, runs, strict=True):
+        assert relative_error(run.output, _forward(case)) < TOLERANCE[torch.float64]
+        want = oracle_gradients(case, run.records[0].weight, job.config)
+        for name in ("x", "p"):
+            assert relative_error(run.grads[name], want[name]) < 1e-9, (job.config, name)
+        for name in ("gate_up", "down"):
+            total[name] = total.get(name, 0) + want[name]
+    for name, want in total.items():
+        got = torch.cat([run.grads[name] for run in runs])
+        assert relative_error(got, want) < TOLERANCE[torch.float64], (job.config, name)
+
+
+def _forward(case):
+    with torch.no_grad():
+        return experts(*case[:5])
+
+
+def _two_layers(rank, world_size, job):
+    """Two layers share the slots: the first one's weights are sent again in its backward pass."""
+    lrmoe.state.plan = partial(random_plan, seed=1, moves=True)
+    case = local(job.cases[rank], rank, world_size)
+    leaves = {n: getattr(case, n).clone().requires_grad_() for n in TENSORS}
+    other = [(1.5 * leaves[n]).detach().requires_grad_() for n in ("gate_up", "down")]
+    hidden = leaves["x"]
+    states = [LayerState(job.config, layer) for layer in (0, 1)]
+    weights = [(leaves["gate_up"], leaves["down"]), tuple(other)]
+    for state, (gate_up, down) in zip(states, weights, strict=True):
+        hidden = hidden + experts(
+            hidden, case.expert, leaves["p"], gate_up, down, group=dist.group.WORLD, state=state
+        )
+    hidden.backward(case.grad)
+    out = experts(
+        leaves["x"], case.expert, leaves["p"], *weights[0], group=dist.group.WORLD, state=states[0]
+    )
+    gradients = [leaves[n].grad for n in TENSORS] + [t.grad for t in other]
+    states[0].finish_step()
+    with pytest.raises(RuntimeError, match="parameters changed between the forward"):
+        out.backward(case.grad)
+    return gradients
+
+
+def test_layers_share_the_slots_and_a_step_in_between_is_refused():
+    job = make_job((11, 14), Recalibration(rate=0.0), num_experts=8, dtype=torch.float64, top_k=3)
+    got = run_ranks(_two_layers, 2, job)
+    case = union(job.cases)
+    leaves = {n: getattr(case, n).clone().requires_grad_() for n in TENSORS}
+    other = [(1.5 * leaves[n]).detach().requires_grad_() for n in ("gate_up", "down")]
+    hidden = leaves["x"]
+    for gate_up, down in [(leaves["gate_up"], leaves["down"]), other]:
+        hidden = hidden + experts(hidden, case.expert, leaves["p"], gate_up, down)
+    hidden.backward(case.grad)
+    want = [leaves[n].grad for n in TENSORS] + [t.grad for t in other]
+    for i, tensor in enumerate(want):
+        parts = torch.cat([rank[i] for rank in got])
+        assert relative_error(parts, tensor) < 1e-10, i
+
+
+def test_random_plans_are_legal():
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        problem = planners.PlanProblem(
+            counts_WE=rng.integers(0, 9, (4, 8)), rate=planners.problem.Fraction(1, 3)
+        )
+        random_plan(problem, seed, moves=True).check(problem)
