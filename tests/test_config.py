@@ -32,10 +32,7 @@ BAD = [
     ("selection", None, "'sampled'"),
     ("scope", "world", "'global', 'local'"),
     ("quotas", "all", "'rate'"),
-    ("quotas", "planned", "not part of this version"),
-    ("quotas", "makespan", "not part of this version"),
     ("placement", "moved", "'fixed'"),
-    ("placement", "eplb", "not part of this version"),
     ("router_grad", "none", "'kept', 'completed', 'exact'"),
     ("draw", "never", "'backward', 'forward'"),
     ("rows", "padded", "'exact', 'static'"),
@@ -92,13 +89,33 @@ def test_scope_none_is_global_for_weight_one_rules_and_local_for_unbiased_ones()
         assert Recalibration(selection=selection, scope="global").effective_scope == "global"
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Budget)])
+@pytest.mark.parametrize("name", ["memory", "staging", "link_bytes"])
 @pytest.mark.parametrize("value", [0, 5])
 def test_budgets_are_refused_until_a_planner_enforces_them(name, value):
-    with pytest.raises(ValueError, match=f"budget.{name}={value}: budgets are not enforced"):
+    with pytest.raises(ValueError, match=f"budget.{name}={value}: not enforced by this version"):
         Budget(**{name: value})
     with pytest.raises(ValueError, match=f"budget.{name}={value}"):
         Recalibration.from_dict({"budget": {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("slots", -1, "at least 0"),
+        ("slots", 1.5, "an integer"),
+        ("forward_pairs", True, "an integer"),
+        ("c_max", 1, "0 <= c_max < 1"),
+        ("c_max", -0.1, "0 <= c_max < 1"),
+    ],
+)
+def test_bad_budgets_are_refused(name, value, allowed):
+    with pytest.raises(ValueError, match=f"budget.{name}={value}.*{allowed}"):
+        Budget(**{name: value})
+
+
+def test_a_static_payload_needs_home_placement():
+    with pytest.raises(ValueError, match="rows='static' with placement='recalibrated'"):
+        Recalibration(rows="static", placement="recalibrated")
 
 
 # ---- rates -------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ def test_a_plan_that_breaks_an_invariant_is_caught():
         ({"counts_WE": np.array([[1, -2], [1, 2]])}, "negative pair count -2"),
         ({"rate": Fraction(1)}, "rate=1: allowed is 0 <= rate < 1"),
         ({"scope": "world"}, "scope='world': allowed are 'local', 'global'"),
-        ({"placement": "eplb"}, "placement='eplb': allowed are 'fixed'"),
-        ({"quotas": "planned"}, "quotas='planned': allowed is 'rate'"),
+        ({"placement": "moved"}, "placement='moved': allowed are 'fixed'"),
+        ({"quotas": "all"}, "quotas='all': allowed are 'rate'"),
     ],
 )
 def test_bad_problems_are_refused(change, message):

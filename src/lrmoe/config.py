@@ -14,25 +14,15 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from lrmoe.planner import PLACEMENTS
+from lrmoe.planner.problem import QUOTA_MODES
+
 # Rules that keep pairs with weight 1 (biased), and rules whose kept pairs carry 1 / P(kept).
 SCORED_RULES = ("top", "random", "gradient", "weighted_gradient", "router", "token_loss")
 UNBIASED_RULES = ("sampled", "random_unbiased")
 
 # Settings the specification names and this version does not have yet. Refused, never ignored.
 _LATER = {
-    "quotas": ("planned", "makespan"),
-    "placement": (
-        "symi",
-        "ultraep",
-        "eplb",
-        "fastermoe",
-        "flexmoe",
-        "smartmoe",
-        "laer",
-        "llep",
-        "topology",
-        "recalibrated",
-    ),
     "rate": ("auto",),
 }
 
@@ -41,7 +31,7 @@ _LATER = {
 class Budget:
     """Limits per rank that a plan must respect; ``None`` is unlimited.
 
-    No field is enforced by the planner of this version, so setting one is refused.
+    Enforced are ``slots``, ``forward_pairs`` and ``c_max``; setting another field is refused.
     """
 
     memory: int | None = None
@@ -58,13 +48,20 @@ class Budget:
     """Largest share of pairs that may be dropped."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None:
+        for name in ("memory", "staging", "link_bytes"):
+            if getattr(self, name) is not None:
                 raise ValueError(
-                    f"budget.{f.name}={value!r}: budgets are not enforced by this version's "
-                    "planner (placement='fixed'); leave the field at None"
+                    f"budget.{name}={getattr(self, name)!r}: not enforced by this version; leave "
+                    "it at None"
                 )
+        for name in ("slots", "forward_pairs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"budget.{name}={value!r}: must be an integer")
+            if value is not None and value < 0:
+                raise ValueError(f"budget.{name}={value!r}: must be at least 0")
+        if self.c_max is not None and not 0 <= self.c_max < 1:
+            raise ValueError(f"budget.c_max={self.c_max!r}: allowed is 0 <= c_max < 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +82,13 @@ class Recalibration:
     """``global``: one ranking per expert over all ranks; ``local``: every rank picks its own share.
     ``None``: local for the unbiased rules, global for the others."""
     quotas: str = "rate"
-    """``rate``: every expert keeps ``ceil((1 - C) n)`` of its ``n`` pairs."""
+    """``rate``: every expert keeps ``ceil((1 - C) n)`` of its ``n`` pairs. ``planned``: all, less
+    what the budgets do not allow. ``makespan``: as many in total as ``rate``, dropped where the
+    ranks are busiest."""
     placement: str = "fixed"
-    """``fixed``: pairs are computed on their expert's home rank."""
+    """``fixed``: pairs are computed on their expert's home rank. ``recalibrated``: our planner puts
+    replicas of hot experts on idle ranks. The other names are peers' policies
+    (:mod:`lrmoe.planner.peers`)."""
     router_grad: str = "kept"
     """Router gradient of the pairs: ``kept``, ``completed`` or ``exact`` (``docs/method.md``)."""
     draw: str = "backward"
@@ -108,8 +109,8 @@ class Recalibration:
         choices = {
             "selection": SCORED_RULES + UNBIASED_RULES,
             "scope": (None, "global", "local"),
-            "quotas": ("rate",),
-            "placement": ("fixed",),
+            "quotas": QUOTA_MODES,
+            "placement": PLACEMENTS,
             "router_grad": ("kept", "completed", "exact"),
             "draw": ("backward", "forward"),
             "rows": ("exact", "static"),
@@ -134,6 +135,11 @@ class Recalibration:
             raise ValueError(
                 "rows='static' with scope='global': the kept pairs per rank are not known when the "
                 "plan is made; use scope='local' or rows='exact'"
+            )
+        if self.rows == "static" and self.placement != "fixed":
+            raise ValueError(
+                f"rows='static' with placement={self.placement!r}: replicas decide the rows of the "
+                "payload; use placement='fixed' or rows='exact'"
             )
         rho = self.min_inclusion
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 <= rho <= 1:

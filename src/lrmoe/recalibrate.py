@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange, as_list
 from lrmoe.pairs import PairTable, arrival_order, forward_instances
-from lrmoe.planner.problem import Int, Plan
+from lrmoe.planner.problem import Float, Int, Plan
 from lrmoe.reroute import reroute
 from lrmoe.score import control_score
 from lrmoe.select import (
@@ -57,26 +58,47 @@ def choose_pairs(
     score_N = control_score(config.selection, p_N, grad_norm_sq_N, h_norm_sq_N, loss_N, generator)
     if plan.quota_WE is None:
         return _choose_at_home(score_N, call, exchange, generator)
-    segments = Segments.of(call.counts_WE[rank], p_N.device)
-    shares_E = plan.share_probability_WE
-    if config.is_unbiased:
-        chosen = select_sampled(
-            sampling_sizes(score_N, segments, config.min_inclusion),
-            segments,
-            plan.quota_WE[rank],
-            generator,
-            None if shares_E is None else shares_E[rank],
-        )
-    else:
-        chosen = select_top(score_N, segments, plan.quota_WE[rank])
-    if plan.is_home_only:
-        return chosen
     assert plan.backward_WV is not None
+    share_V = plan.share_probability(rank)
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
-    assert forward_N is not None
+    if forward_N is not None and plan.keeps_strata:
+        # Drawn from the pairs at each instance, so that none moves.
+        pair_M = torch.sort(forward_N, stable=True).indices
+        chosen = _select(
+            score_N[pair_M],
+            plan.forward_WV[rank],
+            plan.backward_WV[rank],
+            share_V,
+            config,
+            generator,
+        )
+        kept_P, order_P = pair_M[chosen.kept_P].sort()
+        return Selection(kept_P=kept_P, weight_P=chosen.weight_P[order_P])
+    if plan.share_probability_WE is not None:
+        share_V = plan.share_probability_WE[rank]
+    counts_E, quota_E = call.counts_WE[rank], plan.quota_WE[rank]
+    chosen = _select(score_N, counts_E, quota_E, share_V, config, generator)
+    if forward_N is None:
+        return chosen
     return _rerouted(
         chosen, forward_N, pairs.expert_N, plan.backward_WV[rank], plan.instance_expert_V
     )
+
+
+def _select(
+    score_N: torch.Tensor,
+    count_e: Int,
+    quota_e: Int,
+    share_e: Float | None,
+    config: Recalibration,
+    generator: torch.Generator,
+) -> Selection:
+    """The rule, inside each run of pairs."""
+    segments = Segments.of(count_e, score_N.device)
+    if not config.is_unbiased:
+        return select_top(score_N, segments, quota_e)
+    size_N = sampling_sizes(score_N, segments, config.min_inclusion)
+    return select_sampled(size_N, segments, quota_e, generator, share_e)
 
 
 def _choose_at_home(
@@ -96,13 +118,7 @@ def _choose_at_home(
     order = arrival_order(counts_We, np.zeros(W, np.int64), device)
     # Expert-major order has the lower rank first, then the lower pair: ties fall by global pair id.
     score_R = order.to_expert_major(exchange.all_to_all(score_N, send_W, receive_W))
-    segments = Segments.of(counts_We.sum(0), device)
-    quota_e = plan.quota_E[home]
-    if config.is_unbiased:
-        size_R = sampling_sizes(score_R, segments, config.min_inclusion)
-        chosen = select_sampled(size_R, segments, quota_e, generator)
-    else:
-        chosen = select_top(score_R, segments, quota_e)
+    chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator)
     verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)
     verdict_R2[chosen.kept_P, 0] = chosen.weight_P.double()
     if not plan.is_home_only:
@@ -110,7 +126,7 @@ def _choose_at_home(
         chosen = _rerouted(
             chosen,
             forward_R,
-            segments.expert_N + home.start,
+            spread(np.arange(home.start, home.stop), counts_We.sum(0), device),
             plan.capacity_V,
             plan.instance_expert_V,
         )

@@ -9,9 +9,11 @@ import hashlib
 import itertools
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,13 @@ import torch
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
 from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
-from lrmoe.planner import Plan, PlanProblem, plan
+from lrmoe.planner import Budgets, Plan, PlanProblem, plan
 from lrmoe.planner.problem import Int
 from lrmoe.report import LayerReport, PairRecord, Tally
 from lrmoe.select import Selection
 
 _call_ids = itertools.count()
+_HISTORY = 5  # what LAER-MoE sums over, the longest of the policies
 # Losses of the tokens of the running backward pass, innermost context last. Backward passes of CUDA
 # run on other threads, which a context variable would not reach.
 _token_losses: list[torch.Tensor] = []
@@ -71,6 +74,8 @@ class LayerState:
         self.step = 0
         self.micro_batch = 0
         self.version = 0
+        self.past_counts: deque[Int] = deque(maxlen=_HISTORY)
+        """Counts of the latest calls, oldest first, for policies that look at history."""
         self.tally = Tally(layer)
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
@@ -151,6 +156,7 @@ class LayerState:
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
             self.micro_batch += 1
+            self.past_counts.append(counts_WE)
             self._calls[record.id] = record
             self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
         return record
@@ -180,11 +186,15 @@ class LayerState:
         config = self.config
         rate = config.rate_at(self.step if is_differentiable else 0)
         needs_random_shares = config.is_unbiased and config.effective_scope == "local"
+        budget = config.budget
         return PlanProblem(
             counts_WE=counts_WE,
             rate=rate,
-            placement=config.placement,
-            quotas=config.quotas,
+            placement=config.placement if is_differentiable else "fixed",
+            quotas=config.quotas if is_differentiable else "rate",
+            budgets=Budgets(slots=budget.slots, forward_pairs=budget.forward_pairs),
+            c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
+            past_counts_SWE=np.stack(self.past_counts) if self.past_counts else None,
             scope=config.effective_scope,
             share_seed=(
                 self._key(config, "share", self.step, self.micro_batch, exchange.group_key)

@@ -14,11 +14,18 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: for a mistake of the user.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write("usage: lrmoe bench layer [CONFIG.yaml] [--key value ...] [--json FILE]\n")
+        sys.stdout.write(
+            "usage: lrmoe bench layer [CONFIG.yaml] [--key value ...] [--json FILE]\n"
+            "       lrmoe bench planner --help\n"
+        )
         return 0
     what, *rest = arguments
+    if what == "planner":
+        from lrmoe.bench import planner
+
+        return planner.main(rest)
     if what != "layer":
-        raise ValueError(f"bench {what!r}: allowed is 'layer'")
+        raise ValueError(f"bench {what!r}: allowed are 'layer', 'planner'")
     return _layer(rest)
 
 

@@ -2,31 +2,100 @@
 
 from __future__ import annotations
 
-from lrmoe.planner import peers, quotas
-from lrmoe.planner.problem import InfeasiblePlan, Plan, PlanProblem
+import numpy as np
 
-__all__ = ["InfeasiblePlan", "Plan", "PlanProblem", "plan"]
+from lrmoe.planner import quotas
+from lrmoe.planner.problem import (
+    QUOTA_MODES,
+    Budgets,
+    Costs,
+    InfeasiblePlan,
+    MemoryCosts,
+    Plan,
+    PlanProblem,
+    Prediction,
+    home_ranks,
+)
 
-_PLACEMENTS = {"fixed": peers.fixed}
+__all__ = [
+    "PLACEMENTS",
+    "Budgets",
+    "Costs",
+    "InfeasiblePlan",
+    "MemoryCosts",
+    "Plan",
+    "PlanProblem",
+    "Prediction",
+    "plan",
+]
+
+PLACEMENTS = (
+    "fixed",
+    "symi",
+    "ultraep",
+    "eplb",
+    "fastermoe",
+    "flexmoe",
+    "smartmoe",
+    "laer",
+    "llep",
+    "topology",
+    "recalibrated",
+)
+_NO_BUDGETS, _NO_COSTS, _NO_MEMORY = Budgets(), Costs(), MemoryCosts()
 
 
 def plan(problem: PlanProblem) -> Plan:
     """The plan of one layer call: pure and deterministic, so every rank makes the same one.
 
-    Raises:
-        ValueError: for a placement or quota mode this version does not have.
-    """
-    if problem.placement not in _PLACEMENTS:
-        raise ValueError(
-            f"placement={problem.placement!r}: allowed are {', '.join(map(repr, _PLACEMENTS))}"
-        )
-    if problem.quotas != "rate":
-        raise ValueError(f"quotas={problem.quotas!r}: allowed is 'rate'")
-    counts_WE = problem.counts_WE
-    placement = _PLACEMENTS[problem.placement](counts_WE)
-    quota_E = quotas.rate_quotas(counts_WE.sum(0), problem.rate)
+    The first call in a process with a policy other than ``fixed`` loads compiled code, and on the
+    first use on a machine compiles it.
 
-    quota_WE = backward_WV = probability_WE = None
+    Raises:
+        ValueError: for a placement or quota mode that does not exist.
+        InfeasiblePlan: if no plan keeps to the budgets.
+    """
+    if problem.placement not in PLACEMENTS:
+        raise ValueError(
+            f"placement={problem.placement!r}: allowed are {', '.join(map(repr, PLACEMENTS))}"
+        )
+    if problem.quotas not in QUOTA_MODES:
+        raise ValueError(
+            f"quotas={problem.quotas!r}: allowed are {', '.join(map(repr, QUOTA_MODES))}"
+        )
+    if problem.placement == "fixed" and _is_plain(problem):
+        return _plain(problem)
+    # Numba takes a while to load, and home placement without budgets does not need it.
+    if problem.placement == "recalibrated":
+        from lrmoe.planner.recalibrated import recalibrated
+
+        return recalibrated(problem)
+    from lrmoe.planner import peers
+    from lrmoe.planner.settle import infeasible, settle
+
+    placement = peers.POLICIES[problem.placement](problem)
+    made, violations = settle(problem, placement)
+    if violations:
+        raise infeasible(problem, placement.load_E, [violations])
+    return made
+
+
+def _is_plain(problem: PlanProblem) -> bool:
+    """Whether nothing but the rate shapes the quotas, and nobody asks what they cost."""
+    return (
+        problem.quotas == "rate"
+        and problem.budgets == _NO_BUDGETS
+        and problem.costs == _NO_COSTS
+        and problem.memory == _NO_MEMORY
+    )
+
+
+def _plain(problem: PlanProblem) -> Plan:
+    """Every pair on its expert's home rank, as in Megatron-LM; every expert keeps its share."""
+    counts_WE = problem.counts_WE
+    W, E = counts_WE.shape
+    quota_E = quotas.rate_quotas(counts_WE.sum(0), problem.rate)
+    quota_WE = probability_WE = None
     if problem.scope == "local":
         if problem.share_seed is None:
             quota_WE = quotas.apportion(counts_WE, quota_E)
@@ -34,14 +103,13 @@ def plan(problem: PlanProblem) -> Plan:
             quota_WE, probability_WE = quotas.apportion_randomly(
                 counts_WE, quota_E, problem.share_seed
             )
-        backward_WV = quota_WE[:, placement.instance_expert_V]
     return Plan(
-        instance_expert_V=placement.instance_expert_V,
-        instance_rank_V=placement.instance_rank_V,
-        forward_WV=placement.forward_WV,
+        instance_expert_V=np.arange(E),
+        instance_rank_V=home_ranks(W, E),
+        forward_WV=counts_WE,
         quota_E=quota_E,
-        capacity_V=quota_E[placement.instance_expert_V],
+        capacity_V=quota_E,
         quota_WE=quota_WE,
-        backward_WV=backward_WV,
+        backward_WV=quota_WE,
         share_probability_WE=probability_WE,
     )
