@@ -594,7 +594,9 @@ def test_a_saved_state_resumes_its_streams():
     state = LayerState(Recalibration(rate=0.5))
     for _ in range(2):
         run_layer(case, state=state)
+    assert state.state_dict() == {"step": 0, "micro_batch": 2}
     state.finish_step()
+    assert state.state_dict() == {"step": 1, "micro_batch": 0}
     file = io.BytesIO()
     torch.save(state.state_dict(), file)
     file.seek(0)

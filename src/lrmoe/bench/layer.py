@@ -50,8 +50,11 @@ ROW_KEYS = (
     "total_p80_ms",
     "ratio_to_hf",
     "ratio_to_floor",
+    "cpu_fwd_ms",
+    "cpu_bwd_ms",
     "cpu_total_ms",
     "cpu_ratio_to_hf",
+    "cpu_ratio_to_floor",
     "bytes_fwd",
     "bytes_bwd",
     "payload_rows_fwd",
@@ -64,6 +67,7 @@ ROW_KEYS = (
 )
 # For glibc, read when a process starts: no allocation of its own mapping, nothing returned.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+_CPU_KEYS = ("fwd_ms", "bwd_ms", "total_ms", "ratio_to_hf", "ratio_to_floor")
 _TIMEOUT = timedelta(minutes=10)
 _STAGE_ROUNDS = 3
 
@@ -167,8 +171,8 @@ def _measure_case(
         row |= {"backward_fraction": 1.0, "clock": clock, **hf_counts}
         row |= _summary(of_arm[clock], hf[clock], floor[clock])
         # Beside the wall clock: what other programs do on the same cores is not in here.
-        row["cpu_total_ms"] = float(np.median(of_arm["cpu"].total()))
-        row["cpu_ratio_to_hf"] = float(np.median(of_arm["cpu"].total() / hf["cpu"].total()))
+        by_cpu = _summary(of_arm["cpu"], hf["cpu"], floor["cpu"])
+        row |= {f"cpu_{key}": by_cpu[key] for key in _CPU_KEYS}
         row["gradient_error"] = agreement.error.get((arm.impl, arm.rate))
         if arm.state is not None:
             reports: list[LayerReport] = [arm.state.report()] * bench.num_ranks
