@@ -156,18 +156,24 @@ class LayerState:
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
             self.micro_batch += 1
-            self.past_counts.append(counts_WE)
+            if self.config.placement != "fixed":
+                self.past_counts.append(counts_WE)
             self._calls[record.id] = record
             self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
         return record
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw the samples the interrupted one would have drawn."""
-        return {"step": self.step, "micro_batch": self.micro_batch}
+        values: dict[str, Any] = {"step": self.step, "micro_batch": self.micro_batch}
+        if self.past_counts:
+            values["past_counts"] = [counts_WE.tolist() for counts_WE in self.past_counts]
+        return values
 
-    def load_state_dict(self, values: dict[str, int]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.step, self.micro_batch = int(values["step"]), int(values["micro_batch"])
+        past = [np.array(counts, dtype=np.int64) for counts in values.get("past_counts", ())]
+        self.past_counts = deque(past, maxlen=_HISTORY)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """A copied model starts with the same settings and counters, and no pending calls."""
