@@ -193,6 +193,8 @@ class LayerState:
         rate = config.rate_at(self.step if is_differentiable else 0)
         needs_random_shares = config.is_unbiased and config.effective_scope == "local"
         budget = config.budget
+        # Counts from before a change of layout say nothing about this one's ranks.
+        past = [counts for counts in self.past_counts if counts.shape == counts_WE.shape]
         return PlanProblem(
             counts_WE=counts_WE,
             rate=rate,
@@ -200,7 +202,7 @@ class LayerState:
             quotas=config.quotas if is_differentiable else "rate",
             budgets=Budgets(slots=budget.slots, forward_pairs=budget.forward_pairs),
             c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
-            past_counts_SWE=np.stack(self.past_counts) if self.past_counts else None,
+            past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
             share_seed=(
                 self._key(config, "share", self.step, self.micro_batch, exchange.group_key)
