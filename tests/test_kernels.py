@@ -201,11 +201,12 @@ def test_large_gates_saturate_the_sigmoid():
 
 
 def test_bfloat16_rounds_to_nearest_even():
-    # h = silu(g) u with g = 100: the sigmoid is 1 and h = 100 u exactly, then rounded once
-    up = torch.tensor([1.0, 1.0078125, 1.015625, 1.0234375, 3.0, -1.0078125]).bfloat16()
-    gate_up = torch.stack([torch.full_like(up, 100.0), up], 1)
-    scaled, _ = gated_forward(gate_up, torch.ones(6), None)
-    assert torch.equal(scaled[:, 0], (100.0 * up.float()).bfloat16())
+    # h = silu(96) u, whose sigmoid is 1 in float32; between 64 and 128 bfloat16 has steps of 1/2
+    up = torch.tensor([1 + 1 / 128, 1 + 3 / 128, 1 + 2 / 128, -1 - 3 / 128]).bfloat16()
+    gate_up = torch.stack([torch.full_like(up, 96.0), up], 1)
+    assert (96.0 * up.float()).tolist() == [96.75, 98.25, 97.5, -98.25]  # three ties
+    scaled, _ = gated_forward(gate_up, torch.ones(4), None)
+    assert scaled[:, 0].tolist() == [97.0, 98.0, 97.5, -98.0]
 
 
 @pytest.mark.parametrize("act", [None, F.gelu, F.relu, torch.tanh])

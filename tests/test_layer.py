@@ -90,6 +90,18 @@ def test_every_setting_keeps_the_oracles_pairs_and_gives_its_gradients(selection
         check_run(case, run_layer(case, config, loss=loss), config, loss=loss)
 
 
+@pytest.mark.parametrize("selection", ["top", "sampled", "router", "random"])
+def test_completed_router_gradients_where_routing_weights_vanish(selection):
+    case = make_case()
+    case.p[0] = 0  # of the whole token
+    case.p[1:4, 0] = 0  # of one pair
+    for rate in (0.0, 0.5, 0.9):
+        config = Recalibration(rate=rate, selection=selection, router_grad="completed")
+        run = run_layer(case, config)
+        want = oracle_gradients(case, run.records[0].weight, config)["p"]
+        assert relative_error(run.grads["p"], want) < 1e-9
+
+
 SHAPES = {
     "one slot": {"top_k": 1},
     "one token": {"num_tokens": 1},

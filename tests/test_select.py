@@ -247,6 +247,17 @@ def test_experts_are_drawn_independently_and_every_seed_differs():
     assert abs(agree - 50) < 37
 
 
+def test_experts_do_not_share_a_start():
+    # One pair of two, sizes 9 : 1. From one start, all experts would keep the small pair together.
+    score_N, segments = _layout([[81.0, 1.0]] * 1000)
+    size_N = sampling_sizes(score_N, segments, 0.0)
+    kept_P = select_sampled(
+        size_N, segments, np.ones(1000, np.int64), torch.Generator().manual_seed(0)
+    ).kept_P
+    # 100 +- 9.5, six standard deviations
+    assert abs((kept_P % 2).sum().item() - 100) < 57
+
+
 def test_two_pairs_of_one_expert_are_not_always_together():
     # systematic sampling in a fixed order would never keep neighbours: the order must be random
     score_N, segments = _layout([[1.0] * 4])
