@@ -167,8 +167,8 @@ def test_a_wrong_key_in_the_models_config_is_refused(model):
 def test_configure_again_changes_the_settings_and_counts_steps_once(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    for config in (HALF, Recalibration(rate=0.9)):
-        handle = lrmoe.configure(model, config)
+    first, handle = (lrmoe.configure(model, c) for c in (HALF, Recalibration(rate=0.9)))
+    assert first.states == handle.states
     assert [state.config.rate for state in handle.states] == [0.9, 0.9]
     for step in (1, 2):
         gradients_of(model, batch)

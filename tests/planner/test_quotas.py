@@ -155,11 +155,12 @@ def test_shares_are_their_exact_value_rounded():
 def test_random_shares_have_the_exact_share_as_their_mean():
     problem = with_replicas(rate=Fraction(9, 10))
     seeds = 400
-    total_WV, reached_WV = 0, 0
+    total_WV, reached_WV, reached_WE = 0, 0, 0
     for seed in range(seeds):
         made = plan(replace(problem, share_seed=seed))
         total_WV = total_WV + made.backward_WV
         reached_WV = reached_WV + (made.backward_WV >= 1)
+        reached_WE = reached_WE + (made.quota_WE >= 1)
         assert np.array_equal(made.backward_WV.sum(0), made.backward_V)
     exact_WV = made.forward_WV * made.backward_V / np.maximum(made.forward_WV.sum(0), 1)
     # Of a mean of 400 draws of a 0/1 variable: at most 0.025; six of those.
@@ -169,6 +170,9 @@ def test_random_shares_have_the_exact_share_as_their_mean():
         with_pairs = made.forward_WV[r] > 0
         assert np.abs(reached_WV[r] / seeds - probability_V)[with_pairs].max() < 0.15
         assert (probability_V[~with_pairs] == 1).all()
+    has_pairs = problem.counts_WE > 0
+    assert np.abs(reached_WE / seeds - made.share_probability_WE)[has_pairs].max() < 0.15
+    assert (made.share_probability_WE[~has_pairs] == 1).all()
     assert ((exact_WV > 0) & (exact_WV < 1)).sum() > 20
 
 
@@ -210,3 +214,31 @@ def test_global_scope_leaves_room_on_replicated_experts_only():
     assert (made.capacity_V[~alone] > made.backward_V[~alone]).any()
     per_rank = np.bincount(made.instance_rank_V, weights=made.capacity_V)
     assert per_rank.max() <= 1.01 * made.predicted.backward_pairs_W.max() + 1
+
+
+@pytest.mark.parametrize("placement", ["recalibrated", "ultraep", "eplb"])
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_probabilities_of_a_share_agree_with_those_of_its_parts(placement, ranks_per_node):
+    """P(no share) is a product over an expert's instances, whose starts are independent."""
+    problem = with_replicas(
+        rate=Fraction(97, 100), share_seed=5, placement=placement, ranks_per_node=ranks_per_node,
+        options={"min_tokens": 1} if placement == "ultraep" else {},
+    )  # fmt: skip
+    problem = replace(problem, past_counts_SWE=problem.counts_WE[None])
+    made = plan(problem)
+    assert made.num_replicas > 0
+    for r in range(8):
+        missed_E = np.ones(32)
+        probability_V = made.share_probability(r)
+        for v, e in enumerate(made.instance_expert_V):
+            if made.forward_WV[r, v] > 0:
+                missed_E[e] *= 1 - probability_V[v]
+        expected_E = np.where(problem.counts_WE[r] > 0, 1 - missed_E, 1)
+        assert np.allclose(made.share_probability_WE[r], expected_E)
+
+
+def test_shares_that_are_not_random_have_no_probability():
+    for changes in ({}, {"rate": Fraction(0), "share_seed": 1}):
+        assert plan(with_replicas(**changes)).share_probability_WE is None
+    made = plan(replace(with_replicas(share_seed=1), scope="global"))
+    assert made.share_probability_WE is None

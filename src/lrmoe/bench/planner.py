@@ -218,6 +218,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rate", type=float, default=0.2, help="share of pairs to drop")
     parser.add_argument("--quotas", default="rate", help="rate, planned or makespan")
     parser.add_argument("--slots", type=int, default=2, help="replica slots per rank")
+    parser.add_argument("--sizes", type=_sizes, default=SIZES, help="e.g. 8x128,64x256")
+    parser.add_argument("--tokens", type=int, default=512, help="per rank")
     parser.add_argument("--json", help="file for the rows")
     parser.add_argument("--plot", help="image of plan time against ranks and experts")
     options = parser.parse_args(list(arguments))
@@ -226,6 +228,8 @@ def main(arguments: Sequence[str]) -> int:
         quotas=options.quotas,
         slots=options.slots,
         placements=tuple(options.placements),
+        sizes=tuple(options.sizes),
+        tokens=options.tokens,
     )
     rows = run(bench)
     sys.stdout.write(_table(rows))
@@ -244,6 +248,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _names(text: str) -> list[str]:
     return text.split(",")
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """``8x128,64x256``: ranks and experts."""
+    sizes = []
+    for size in text.split(","):
+        ranks, _, experts = size.partition("x")
+        sizes.append((int(ranks), int(experts)))
+    return sizes
 
 
 def _samples(bench: PlannerBench, W: int, E: int, count: int) -> Iterable[tuple[Int, Int]]:

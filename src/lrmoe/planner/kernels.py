@@ -235,84 +235,109 @@ def split_in_nodes(counts_WE, rank_V, total_V, start_E, of_V, node_size, forward
 @_jit
 def split_and_share(
     counts_WE, expert_V, rank_V, total_V, begin_W, start_E, of_V, forward_WV,
-    with_shares, kept_V, seed, is_random, backward_WV, quota_WE,
+    with_shares, kept_V, seed, is_random, backward_WV, quota_WE, reached_WE,
 ):  # fmt: skip
     """:func:`split_in_nodes` for one node, and if wanted :func:`share_sources`, row by row.
 
     At any time each expert has one *current* instance, which takes the sources' pairs until it is
-    full. So a row is a gather (of the expert each column is current for, or zero), and only a few
-    columns need more: those of the source's own rank, and where an instance fills up. Everything
-    else runs on vector registers.
+    full. So a row has one entry per expert, in arrays by expert that vector registers can run over,
+    and a few more: instances on the source's own rank, and those that fill up.
     """
     W, E = counts_WE.shape
     V = len(rank_V)
     own_V, near_V, rest_V = np.zeros(V, np.int64), np.zeros(V, np.int64), np.zeros(V, np.int64)
-    source_V = np.full(V, E)
-    current_E = np.empty(E, np.int64)
-    place_E = start_E[:-1].copy()
+    current_E, place_E = np.empty(E, np.int64), start_E[:-1].copy()
     left_E = np.full(E, NO_LIMIT)  # of the current instance, for others than its own rank
-    row_E = np.zeros(E + 1, np.int64)
     for e in range(E):
         first, end = start_E[e], start_E[e + 1]
+        current_E[e] = of_V[first]
         if end - first > 1:
             _reserve(counts_WE, e, rank_V, total_V, first, end, of_V, W, own_V, near_V, rest_V)
             left_E[e] = rest_V[of_V[first]]
-        current_E[e] = of_V[first]
-        source_V[of_V[first]] = e
     line_V, inverse_V = _start_of_shares(total_V, seed, is_random)
     total_V = np.maximum(total_V, 1)  # an instance without pairs must not divide by zero
-    extra_V = np.empty(V, np.int64)  # instances besides the current ones that get pairs in a row
-    extra_of_V = np.full(V, -1)
+    # The current instances' entries of the arrays over instances.
+    line_E, inverse_E = line_V[current_E], inverse_V[current_E]
+    total_E, kept_E = total_V[current_E], kept_V[current_E]
+    pairs_E = np.empty(E, np.int64)
+    more_V = np.zeros(V, np.int64)  # pairs in this row beside those of the current instances
+    more = np.empty(V, np.int64)
     for r in range(W):
-        num_extra = 0
+        num_more = 0
         for e in range(E):
-            row_E[e] = counts_WE[r, e]
+            pairs_E[e] = counts_WE[r, e]
         for v in range(begin_W[r], begin_W[r + 1]):
-            row_E[expert_V[v]] -= own_V[v]
-        for v in range(V):
-            forward_WV[r, v] = row_E[source_V[v]]
+            if own_V[v] > 0:
+                pairs_E[expert_V[v]] -= own_V[v]
+                more_V[v] = own_V[v]
+                more[num_more] = v
+                num_more += 1
         lowest = 0
         for e in range(E):
-            left_E[e] -= row_E[e]
+            left_E[e] -= pairs_E[e]
             lowest = min(lowest, left_E[e])
         if lowest < 0:
             for e in range(E):
                 while left_E[e] < 0:
                     over, v = -left_E[e], current_E[e]
-                    forward_WV[r, v] -= over
-                    if extra_of_V[v] != r:
-                        extra_of_V[v] = r
-                        extra_V[num_extra] = v
-                        num_extra += 1
-                    source_V[v] = E
+                    if more_V[v] == 0:
+                        more[num_more] = v
+                        num_more += 1
+                    more_V[v] += pairs_E[e] - over
+                    pairs_E[e] = over
+                    line_V[v] = line_E[e]
                     place_E[e] += 1
                     v = of_V[place_E[e]]
-                    current_E[e] = v
-                    source_V[v] = e
-                    forward_WV[r, v] += over
-                    left_E[e] = rest_V[v] - over
-        for v in range(begin_W[r], begin_W[r + 1]):
-            forward_WV[r, v] += own_V[v]
-            if own_V[v] > 0 and current_E[expert_V[v]] != v and extra_of_V[v] != r:
-                extra_of_V[v] = r
-                extra_V[num_extra] = v
-                num_extra += 1
-        if not with_shares:
-            continue
-        # A float's quotient is off by one at most, as long as the products stay below 2^53.
+                    current_E[e], left_E[e] = v, rest_V[v] - over
+                    line_E[e], inverse_E[e] = line_V[v], inverse_V[v]
+                    total_E[e], kept_E[e] = total_V[v], kept_V[v]
         for v in range(V):
-            line = line_V[v] + forward_WV[r, v] * kept_V[v]
-            share = np.int64(line * inverse_V[v])
-            rest = line - share * total_V[v]
-            share += np.int64(rest >= total_V[v]) - np.int64(rest < 0)
-            backward_WV[r, v] = share
-            line_V[v] = line - share * total_V[v]
+            forward_WV[r, v] = 0
         for e in range(E):
-            quota_WE[r, e] = backward_WV[r, current_E[e]]
-        for i in range(num_extra):
-            v = extra_V[i]
-            if current_E[expert_V[v]] != v:
-                quota_WE[r, expert_V[v]] += backward_WV[r, v]
+            forward_WV[r, current_E[e]] = pairs_E[e]
+        if with_shares:
+            for v in range(V):
+                backward_WV[r, v] = 0
+            # Without branches. A float's quotient is off by one at most, as long as the products
+            # stay below 2^53.
+            for e in range(E):
+                line = line_E[e] + pairs_E[e] * kept_E[e]
+                share = np.int64(line * inverse_E[e])
+                rest = line - share * total_E[e]
+                share += np.int64(rest >= total_E[e]) - np.int64(rest < 0)
+                line_E[e] = line - share * total_E[e]
+                quota_WE[r, e] = share
+            for e in range(E):
+                backward_WV[r, current_E[e]] = quota_WE[r, e]
+            if is_random:
+                for e in range(E):
+                    exact = min(1.0, pairs_E[e] * kept_E[e] * inverse_E[e])
+                    reached_WE[r, e] = exact if counts_WE[r, e] > 0 else 1.0
+        for i in range(num_more):
+            v = more[i]
+            e, q = expert_V[v], more_V[v]
+            more_V[v] = 0
+            forward_WV[r, v] += q
+            if not with_shares:
+                continue
+            is_current = current_E[e] == v
+            line = (line_E[e] if is_current else line_V[v]) + q * kept_V[v]
+            share = line // total_V[v]
+            if is_current:
+                line_E[e] = line - share * total_V[v]
+            else:
+                line_V[v] = line - share * total_V[v]
+            backward_WV[r, v] += share
+            quota_WE[r, e] += share
+            if is_random and is_current:
+                reached_WE[r, e] = min(1.0, forward_WV[r, v] * kept_V[v] * inverse_V[v])
+        if is_random and with_shares:
+            for i in range(num_more):  # the instances' starts are independent
+                v = more[i]
+                e = expert_V[v]
+                if current_E[e] != v:
+                    missed = max(0.0, 1.0 - forward_WV[r, v] * kept_V[v] * inverse_V[v])
+                    reached_WE[r, e] = 1.0 - (1.0 - reached_WE[r, e]) * missed
 
 
 @_jit
@@ -474,8 +499,12 @@ def drop_pairs(extra, cap_W, begin_W, expert_V, total_V, kept_V, least_V, score_
 
 
 @_jit
-def share_sources(forward_WV, total_V, kept_V, expert_V, seed, is_random, backward_WV, quota_WE):
+def share_sources(
+    forward_WV, total_V, kept_V, expert_V, seed, is_random, backward_WV, quota_WE, reached_WE
+):
     """Set each source's share of an instance's kept pairs, and the sums over an expert's instances.
+
+    ``reached_WE`` is the probability that a sum is not zero (1 for a source without pairs).
 
     Systematic rounding: the exact shares ``f b / F`` of an instance are laid end to end, and a
     source gets one more where the line crosses an integer, seen from the middle of the first, or
@@ -484,9 +513,14 @@ def share_sources(forward_WV, total_V, kept_V, expert_V, seed, is_random, backwa
     """
     W, V = forward_WV.shape
     rest_V, _ = _start_of_shares(total_V, seed, is_random)
+    E = quota_WE.shape[1]
+    has_pairs_E = np.empty(E, np.bool_)
     for r in range(W):
-        for e in range(quota_WE.shape[1]):
+        for e in range(E):
             quota_WE[r, e] = 0
+            has_pairs_E[e] = False
+            if is_random:
+                reached_WE[r, e] = 0.0
         for v in range(V):
             backward_WV[r, v] = 0
             if forward_WV[r, v] > 0:
@@ -496,6 +530,14 @@ def share_sources(forward_WV, total_V, kept_V, expert_V, seed, is_random, backwa
                 rest_V[v] = line - share * total_V[v]
                 backward_WV[r, v] = share
                 quota_WE[r, e] += share
+                has_pairs_E[e] = True
+                if is_random:  # the instances' starts are independent
+                    missed = max(0.0, 1.0 - q * kept_V[v] / total_V[v])
+                    reached_WE[r, e] = 1.0 - (1.0 - reached_WE[r, e]) * missed
+        if is_random:
+            for e in range(E):
+                if not has_pairs_E[e]:
+                    reached_WE[r, e] = 1.0
 
 
 @_jit
@@ -520,6 +562,46 @@ def with_headroom(kept_V, limit_W, begin_W, start_E, expert_V):
             if start_E[e + 1] - start_E[e] > 1:
                 capacity_V[v] += room * kept_V[v] // shared
     return capacity_V
+
+
+@_jit
+def home_peak(load_E, W):
+    """Largest home load of a rank."""
+    E = len(load_E)
+    load_W = np.zeros(W, np.int64)
+    peak = 0
+    for e in range(E):
+        r = e * W // E
+        load_W[r] += load_E[e]
+        peak = max(peak, load_W[r])
+    return peak
+
+
+@_jit
+def expert_sums(values_V, start_E, of_V):
+    """Sum over each expert's instances."""
+    E = len(start_E) - 1
+    total_E = np.zeros(E, np.int64)
+    for e in range(E):
+        for i in range(start_E[e], start_E[e + 1]):
+            total_E[e] += values_V[of_V[i]]
+    return total_E
+
+
+@_jit
+def rank_work(total_V, kept_V, begin_W):
+    """Pairs of each rank in the two passes; the largest of each, and all kept ones."""
+    W = len(begin_W) - 1
+    forward_W, backward_W = np.zeros(W, np.int64), np.zeros(W, np.int64)
+    forward, backward, kept = 0, 0, 0
+    for r in range(W):
+        for v in range(begin_W[r], begin_W[r + 1]):
+            forward_W[r] += total_V[v]
+            backward_W[r] += kept_V[v]
+        forward = max(forward, forward_W[r])
+        backward = max(backward, backward_W[r])
+        kept += backward_W[r]
+    return forward_W, backward_W, forward, backward, kept
 
 
 @_jit

@@ -588,13 +588,17 @@ def place_replicas(load_E, W, slack, limit_2W, rules, held_WL):
     cost_S, over_S = np.full(_STARTS, NO_LIMIT), np.full(_STARTS, NO_LIMIT)
 
     low, high, base = goal, NO_LIMIT, goal
-    phase, step = 0, 0
+    # Large groups take long to try and level to much the same anyway.
+    fine = max(1, mean >> (8 if W <= _LARGEST_GROUP else 6))
+    phase, step, favourite = 0, 0, _BEST_FIT
     while True:
         # Which way and which threshold comes next.
         if phase == 0:  # all at home, the two thresholds, and where limits are exceeded, no other
             if step == 7 or (step >= 5 and over_S[0] == 0):
                 phase, step = 1, 0
                 continue
+            if step == 1 and W > _LARGEST_GROUP:
+                step = 3  # levelling hardly ever gets so many ranks from twice the slack to it
             way = (step + 1) % 2
             threshold = NO_LIMIT if step in (0, 5, 6) else goal
             if step in (1, 2):
@@ -602,12 +606,12 @@ def place_replicas(load_E, W, slack, limit_2W, rules, held_WL):
             if step == 0:
                 way = _BEST_FIT
         elif phase == 1:  # bisection, each threshold in two ways
-            if over_S[0] > 0 or high - low <= max(1, mean >> 8):
+            if over_S[0] > 0 or high - low <= fine:
                 phase, step = 2, 0
                 base = max(goal, int(cost_S[0] * 0.96))
                 continue
             threshold = (low + high) >> 1
-            way = step
+            way = favourite if step == 0 else _LARGEST_ROOM - favourite
         elif phase == 2:  # around what was reached, each threshold in four ways
             if step == 12 or W > _LARGEST_GROUP or W == 1:
                 phase, step = 3, 0
@@ -643,6 +647,8 @@ def place_replicas(load_E, W, slack, limit_2W, rules, held_WL):
                 place = _STARTS  # the same result again
         elif over == 0 and cost <= threshold and num < top_num_S1[0, 0]:
             place = 0
+        if place == 0 and way <= _LARGEST_ROOM:
+            favourite = way
         if place < _STARTS:
             for s in range(_STARTS - 1, place - 1, -1):
                 if s > place and over_S[s - 1] < NO_LIMIT:

@@ -152,15 +152,15 @@ class PlanProblem:
             raise ValueError(f"{E} experts do not divide evenly over {W} ranks")
         if self.counts_WE.min(initial=0) < 0:
             raise ValueError(f"negative pair count {self.counts_WE.min()} in counts_WE")
-        if not 0 <= self.rate < 1:
+        if not 0 <= self.rate.numerator < self.rate.denominator:
             raise ValueError(f"rate={self.rate}: allowed is 0 <= rate < 1")
         if self.scope not in ("local", "global"):
             raise ValueError(f"scope={self.scope!r}: allowed are 'local', 'global'")
         if self.c_max is not None and not 0 <= self.c_max < 1:
             raise ValueError(f"c_max={self.c_max}: allowed is 0 <= c_max < 1")
-        if not 0 <= self.min_kept <= 1:
+        if not 0 <= self.min_kept.numerator <= self.min_kept.denominator:
             raise ValueError(f"min_kept={self.min_kept}: allowed is 0 <= min_kept <= 1")
-        if self.slack < 0:
+        if self.slack.numerator < 0:
             raise ValueError(f"slack={self.slack}: allowed is >= 0")
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: allowed is >= 1")
@@ -234,10 +234,12 @@ class Plan:
     share_probability_WE: Float | None
     """P(quota_WE >= 1) under random rounding; 1 where that is certain. A pair of a cell whose quota
     is rounded from a fraction f < 1 can only be kept with that probability, so its weight needs
-    the factor 1 / f, or the estimate would be too short by exactly these pairs. Only where every
-    expert has one instance; see :meth:`share_probability`."""
+    the factor 1 / f, or the estimate would be too short by exactly these pairs. ``None`` where
+    nothing is rounded at random. With replicas, for draws from all of a source's pairs of an
+    expert; :meth:`share_probability` is for draws by (source, instance)."""
     instance_slot_V: Int | None = None
-    """Replica slot on the instance's rank, -1 for a home expert; ``None``: no replicas."""
+    """Replica slot on the instance's rank, -1 for a home expert. ``None``: replicas, if any, take
+    the slots in order."""
     backward_V: Int | None = None
     """Planned kept pairs of each instance, adding up to the quotas; ``None``: the quotas, at
     home."""
@@ -270,10 +272,10 @@ class Plan:
 
     @property
     def is_replica(self) -> Bool:
-        """Which instances sit in a replica slot."""
-        if self.instance_slot_V is None:
-            return np.zeros(len(self.instance_expert_V), np.bool_)
-        return self.instance_slot_V >= 0
+        """Which instances are not at home."""
+        home_E = home_ranks(len(self.forward_WV), len(self.quota_E))
+        is_replica: Bool = home_E[self.instance_expert_V] != self.instance_rank_V
+        return is_replica
 
     @property
     def is_sent_again(self) -> Bool:
@@ -284,7 +286,7 @@ class Plan:
     @property
     def num_replicas(self) -> int:
         """Instances beyond home, summed over ranks."""
-        return int(self.is_replica.sum())
+        return len(self.instance_expert_V) - len(self.quota_E)
 
     def share_probability(self, rank: int) -> Float | None:
         """P(backward_WV[rank] >= 1) of each instance, 1 without pairs (random shares only).

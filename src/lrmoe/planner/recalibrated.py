@@ -49,13 +49,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lrmoe.planner import kernels, levelling
-from lrmoe.planner.problem import Budgets, Int, Plan, PlanProblem
-from lrmoe.planner.quotas import rate_quotas
+from lrmoe.planner.problem import Int, Plan, PlanProblem
 from lrmoe.planner.settle import MOVING, NO_LIMIT, Placement, Violation, infeasible, settle
 
 _NO_EXPORTS = np.empty(0, np.int64)
-_NO_BUDGETS = Budgets()
-_RETENTION_STEPS = 6
+_RETENTION_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +81,8 @@ def recalibrated(problem: PlanProblem) -> Plan:
             continue
         if best is None or _is_better(plan, best):
             best = plan
-        if problem.budgets == _NO_BUDGETS or plan.quota_E.sum() >= _asked(problem, load_E):
-            break
+        if not any(note.startswith("budgets") for note in plan.relaxed):
+            break  # it keeps all that the quota mode asks for
     if best is None:
         raise infeasible(problem, load_E, failed)
     return _never_worse_than_home(problem, load_E, best)
@@ -143,14 +141,8 @@ def _attempts(problem: PlanProblem) -> Iterator[_Attempt]:
     for step in range(1, _RETENTION_STEPS + 1):
         share = kept + (at_least - kept) * step / _RETENTION_STEPS
         for intra_only, has_replicas in variants:
-            yield _Attempt(kept_share=share, intra_only=intra_only, has_replicas=has_replicas)
-
-
-def _asked(problem: PlanProblem, load_E: Int) -> int:
-    """Pairs that the quota mode keeps where no budget binds."""
-    if problem.quotas == "planned":
-        return int(load_E.sum())
-    return int(rate_quotas(load_E, problem.rate).sum())
+            if has_replicas:  # home placement is the same at every share
+                yield _Attempt(kept_share=share, intra_only=intra_only)
 
 
 def _place(problem: PlanProblem, load_E: Int, attempt: _Attempt) -> Placement:
@@ -223,12 +215,10 @@ def _never_worse_than_home(problem: PlanProblem, load_E: Int, plan: Plan) -> Pla
     if plan.num_replicas == 0:
         return plan
     assert plan.predicted is not None
-    W, E = problem.counts_WE.shape
-    home_W = np.bincount(np.arange(E) * W // E, weights=load_E, minlength=W)
-    at_least = problem.costs.forward_pair * home_W.max() + problem.costs.backward_pair * (
-        plan.quota_E.sum() / W
-    )
-    if plan.predicted.makespan <= at_least:
+    W = len(problem.counts_WE)
+    peak, kept = kernels.home_peak(load_E, W), int(plan.predicted.backward_pairs_W.sum())
+    costs = problem.costs
+    if plan.predicted.makespan <= costs.forward_pair * peak + costs.backward_pair * kept / W:
         return plan
     home, violations = settle(problem, place_at_home(problem, load_E))
     assert home.predicted is not None

@@ -17,6 +17,8 @@ from lrmoe.planner import kernels
 from lrmoe.planner.problem import (
     Bool,
     Budgets,
+    Costs,
+    Float,
     InfeasiblePlan,
     Int,
     MemoryCosts,
@@ -27,7 +29,7 @@ from lrmoe.planner.problem import (
 from lrmoe.planner.quotas import rate_quotas
 
 NO_LIMIT = kernels.NO_LIMIT
-_NO_BUDGETS, _NO_MEMORY = Budgets(), MemoryCosts()
+_NO_BUDGETS, _NO_COSTS, _NO_MEMORY = Budgets(), Costs(), MemoryCosts()
 _NO_SCORES = np.empty((0, 0))
 _LINK_ROUNDS = 8
 
@@ -81,16 +83,14 @@ def settle(problem: PlanProblem, placement: Placement) -> tuple[Plan, list[Viola
     memory_cap_W: Int | None = None
     if problem.budgets.memory_bytes is not None:
         if forward_WV is None:
-            forward_WV, _, _ = _split_intervals(problem, p, None)
+            forward_WV = _split(problem, p, None, None).forward_WV
         memory_cap_W = kept_caps(problem, p, forward_WV)
     cap_W = memory_cap_W
     for _ in range(_LINK_ROUNDS):
         kept_V, relaxed = _kept(problem, p, cap_W)
-        if forward_WV is None:
-            forward_WV, backward_WV, quota_WE = _split_intervals(problem, p, kept_V)
-        else:
-            backward_WV, quota_WE = _share(problem, p, forward_WV, kept_V)
-        predicted = _predict(problem, p, forward_WV, kept_V, backward_WV)
+        split = _split(problem, p, forward_WV, kept_V)
+        forward_WV = split.forward_WV
+        predicted = _predict(problem, p, forward_WV, kept_V, split.backward_WV)
         violations = _broken_budgets(problem, p, total, kept_V, predicted)
         share = _link_share(problem, violations, total, kept_V) if violations else None
         if share is None:
@@ -100,7 +100,6 @@ def settle(problem: PlanProblem, placement: Placement) -> tuple[Plan, list[Viola
         if memory_cap_W is not None:
             cap_W = np.minimum(cap_W, memory_cap_W)
 
-    assert forward_WV is not None
     capacity_V = kept_V
     if problem.scope == "global":
         level = int(predicted.backward_pairs_W.max(initial=0) * (1 + problem.slack))
@@ -117,13 +116,15 @@ def settle(problem: PlanProblem, placement: Placement) -> tuple[Plan, list[Viola
             instance_rank_V=p.instance_rank_V,
             instance_slot_V=p.instance_slot_V,
             is_sent_V=p.is_sent_V,
-            forward_WV=forward_WV,
-            quota_E=_by_expert(p, kept_V),
+            forward_WV=split.forward_WV,
+            quota_E=(
+                p.load_E if kept_V is p.total_V else kernels.expert_sums(kept_V, p.start_E, p.of_V)
+            ),
             capacity_V=capacity_V,
             backward_V=kept_V,
-            quota_WE=quota_WE if is_local else None,
-            backward_WV=backward_WV if is_local else None,
-            share_probability_WE=None,
+            quota_WE=split.quota_WE if is_local else None,
+            backward_WV=split.backward_WV if is_local else None,
+            share_probability_WE=split.reached_WE,
             predicted=predicted,
             relaxed=p.relaxed + relaxed,
         ),
@@ -163,16 +164,13 @@ def _predict(
     """What a plan costs. Slots are taken to be reused between the passes."""
     W, E = problem.counts_WE.shape
     costs, memory, node_size = problem.costs, problem.memory, problem.node_size
-    forward_W = kernels.rank_sums(p.total_V, p.begin_W)
-    backward_W = kernels.rank_sums(kept_V, p.begin_W)
-    forward_cost_W = costs.forward_pair * forward_W
-    backward_cost_W = costs.backward_pair * backward_W
-    if not costs.row_bytes and not costs.expert_bytes and memory == _NO_MEMORY:
+    forward_W, backward_W, forward, backward, _ = kernels.rank_work(p.total_V, kept_V, p.begin_W)
+    if costs == _NO_COSTS and memory == _NO_MEMORY:
         nothing_W = np.zeros(W, np.int64)
         nothing_CW = np.zeros((2, W), np.int64)
         return Prediction(
-            forward=float(forward_cost_W.max()),
-            backward=float(backward_cost_W.max()),
+            forward=costs.forward_pair * forward,
+            backward=costs.backward_pair * backward,
             forward_pairs_W=forward_W,
             backward_pairs_W=backward_W,
             sent_CW=nothing_CW,
@@ -196,8 +194,8 @@ def _predict(
     per_byte_C1 = np.array([[costs.intra_byte], [costs.inter_byte]])
     link_2W = (np.maximum(sent_2CW, received_2CW) * per_byte_C1).sum(1)
     return Prediction(
-        forward=float((forward_cost_W + link_2W[0]).max()),
-        backward=float((backward_cost_W + link_2W[1]).max()),
+        forward=float((costs.forward_pair * forward_W + link_2W[0]).max()),
+        backward=float((costs.backward_pair * backward_W + link_2W[1]).max()),
         forward_pairs_W=forward_W,
         backward_pairs_W=backward_W,
         sent_CW=sent_2CW.sum(0),
@@ -257,64 +255,69 @@ def _kept(problem: PlanProblem, p: Placement, cap_W: Int | None) -> tuple[Int, t
     return kept_V, relaxed
 
 
-def _split_intervals(
-    problem: PlanProblem, p: Placement, kept_V: Int | None
-) -> tuple[Int, Int, Int]:
-    """The forward split; with ``kept_V``, also the backward split and the sources' quotas."""
-    counts_WE, seed = problem.counts_WE, _seed(problem)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """What each source gives to each instance, and keeps there."""
+
+    forward_WV: Int
+    backward_WV: Int
+    quota_WE: Int
+    reached_WE: Float | None
+    """P(quota >= 1) where shares are rounded at random."""
+
+
+def _split(
+    problem: PlanProblem, p: Placement, forward_WV: Int | None, kept_V: Int | None
+) -> _Split:
+    """The sources' part of the forward and the backward pass.
+
+    Args:
+        forward_WV: ``None``: laid out here, as intervals.
+        kept_V: ``None``: only the forward split is wanted.
+    """
+    counts_WE = problem.counts_WE
+    # In global scope the shares only stand in for what the draw will decide.
+    seed = problem.share_seed if problem.scope == "local" else None
+    keeps_all = kept_V is None or kept_V is p.total_V
+    if kept_V is None:
+        kept_V = p.total_V
+    if keeps_all and forward_WV is not None:
+        return _Split(
+            forward_WV=forward_WV, backward_WV=forward_WV, quota_WE=counts_WE, reached_WE=None
+        )
     W, E = counts_WE.shape
     V = len(p.total_V)
-    keeps_all = kept_V is None or kept_V is p.total_V
+    is_random = seed is not None and not keeps_all
     # One block for all matrices: freed and allocated again as a whole, it stays with the process,
     # and at a thousand ranks the page faults of fresh memory would take as long as the plan.
-    block = np.empty(W * V if keeps_all else W * (2 * V + E), np.int64)
-    forward_WV = block[: W * V].reshape(W, V)
-    backward_WV, quota_WE = forward_WV, counts_WE
-    if not keeps_all:
-        backward_WV = block[W * V : 2 * W * V].reshape(W, V)
-        quota_WE = block[2 * W * V :].reshape(W, E)
-    if problem.num_nodes > 1:
-        kernels.split_in_nodes(
-            counts_WE, p.instance_rank_V, p.total_V, p.start_E, p.of_V, problem.node_size,
-            forward_WV,
-        )  # fmt: skip
-        if not keeps_all:
-            kernels.share_sources(
-                forward_WV, p.total_V, kept_V, p.instance_expert_V, seed or 0, seed is not None,
-                backward_WV, quota_WE,
-            )  # fmt: skip
-    else:
+    end = W * V * (forward_WV is None)
+    split_end = end if keeps_all else end + W * V
+    quota_end = end if keeps_all else split_end + W * E
+    block = np.empty(quota_end + W * E * is_random, np.int64)
+    made_WV = block[:end].reshape(W, V) if forward_WV is None else forward_WV
+    backward_WV = made_WV if keeps_all else block[end:split_end].reshape(W, V)
+    quota_WE = counts_WE if keeps_all else block[split_end:quota_end].reshape(W, E)
+    reached_WE = block[quota_end:].view(np.float64).reshape(-1, E)
+    shares = (seed or 0, is_random, backward_WV, quota_WE, reached_WE)
+    if forward_WV is None and problem.num_nodes == 1:
         kernels.split_and_share(
             counts_WE, p.instance_expert_V, p.instance_rank_V, p.total_V, p.begin_W, p.start_E,
-            p.of_V, forward_WV, not keeps_all, p.total_V if kept_V is None else kept_V, seed or 0,
-            seed is not None, backward_WV, quota_WE,
+            p.of_V, made_WV, not keeps_all, kept_V, *shares,
         )  # fmt: skip
-    return forward_WV, backward_WV, quota_WE
-
-
-def _seed(problem: PlanProblem) -> int | None:
-    """In global scope the shares only stand in for what the draw will decide."""
-    return problem.share_seed if problem.scope == "local" else None
-
-
-def _share(problem: PlanProblem, p: Placement, forward_WV: Int, kept_V: Int) -> tuple[Int, Int]:
-    """Kept pairs of each source at each instance, and of each source and expert."""
-    if kept_V is p.total_V:
-        return forward_WV, problem.counts_WE
-    seed = _seed(problem)
-    backward_WV = np.empty(forward_WV.shape, np.int64)
-    quota_WE = np.empty(problem.counts_WE.shape, np.int64)
-    kernels.share_sources(
-        forward_WV, p.total_V, kept_V, p.instance_expert_V, seed or 0, seed is not None,
-        backward_WV, quota_WE,
-    )  # fmt: skip
-    return backward_WV, quota_WE
-
-
-def _by_expert(p: Placement, kept_V: Int) -> Int:
-    running = np.concatenate([[0], kept_V[p.of_V].cumsum()])
-    quota_E: Int = np.diff(running[p.start_E])
-    return quota_E
+    else:
+        if forward_WV is None:
+            kernels.split_in_nodes(
+                counts_WE, p.instance_rank_V, p.total_V, p.start_E, p.of_V, problem.node_size,
+                made_WV,
+            )  # fmt: skip
+        if not keeps_all:
+            kernels.share_sources(made_WV, p.total_V, kept_V, p.instance_expert_V, *shares)
+    return _Split(
+        forward_WV=made_WV,
+        backward_WV=backward_WV,
+        quota_WE=quota_WE,
+        reached_WE=reached_WE if is_random else None,
+    )
 
 
 def _broken_budgets(
@@ -330,7 +333,7 @@ def _broken_budgets(
             found.append(Violation(budget=name, rank=r, needed=int(used_W[r]), allowed=allowed))
 
     if budgets != _NO_BUDGETS:
-        if budgets.slots is not None and problem.placement not in MOVING:
+        if budgets.slots is not None and problem.placement not in (*MOVING, "recalibrated"):
             replicas_W = kernels.rank_sums((p.instance_slot_V >= 0).astype(np.int64), p.begin_W)
             test("slots", replicas_W, budgets.slots)
         test("memory_bytes", predicted.memory_W, budgets.memory_bytes)
