@@ -122,6 +122,8 @@ def test_limits_of_the_workloads_are_what_the_generators_reach():
         ("dtypes", ("fp16",), "dtypes='fp16'"),
         ("rates", (0.0, 1.0), "rate=1.0: allowed is 0 <= rate < 1"),
         ("rates", (0.2, 0.2), "different values"),
+        ("placements", ("best",), "placement='best'"),
+        ("slots", -1, "budget.slots=-1"),
         ("tokens", 0, "tokens=0: must be an integer >= 1"),
         ("ranks", 3, "experts=16 with ranks=3"),
         ("top_k", 17, "top_k=17: allowed is at most experts=16"),
@@ -247,6 +249,15 @@ def on_a_rank(rank, world_size, directory):
         "forward": layer.run(
             replace(TINY, workloads=("W0",), dtypes=("fp32",), draw="forward", clock="cpu")
         ),
+        "placements": layer.run(
+            replace(
+                TINY,
+                workloads=("W2",),
+                dtypes=("fp32",),
+                rates=(0.0, 0.5),
+                placements=("fixed", "recalibrated"),
+            )
+        ),
         "wrong ranks": command("--ranks", "4"),
         "no kept memory": command("--keep_memory", "true"),
     }
@@ -314,7 +325,7 @@ def test_wrong_gradient_prints_no_timing(results):
         for (code, out, err), dtype in zip(rank["broken"], ("fp32", "bf16"), strict=True):
             assert code == 1
             assert out == ""
-            assert f"W0 {dtype}: the gradient of down of lrmoe on rank 1" in err
+            assert f"W0 {dtype}: the gradient of down of lrmoe (fixed) on rank 1" in err
             assert not (directory / f"bench.json.{dtype}").exists()
             error = float(err.split(" by ")[1].split()[0])
             assert 0.01 < error < 0.5
@@ -347,6 +358,23 @@ def test_rank_without_tokens_and_draw_in_the_forward_pass(results):
     dropping = first["forward"][2]
     assert np.isfinite(dropping["score_select_pack_ms"])
     assert dropping["score_select_pack_ms"] > 0
+
+
+@pytest.mark.dist
+def test_every_placement_is_measured_at_every_rate(results):
+    (first, _), _ = results
+    replicated = first["placements"]
+    assert [(row["placement"], row["rate"]) for row in replicated[1:-1]] == [
+        ("fixed", 0.0),
+        ("fixed", 0.5),
+        ("recalibrated", 0.0),
+        ("recalibrated", 0.5),
+    ]
+    assert [row["replicas"] > 0 for row in replicated[1:-1]] == [False, False, True, True]
+    for fixed, level in zip(replicated[1:3], replicated[3:5], strict=True):
+        assert level["imbalance_fwd"] < fixed["imbalance_fwd"] == fixed["imbalance_home"]
+        assert level["plan_us"] > 0
+    assert replicated[3]["gradient_error"] < 1e-5
 
 
 @pytest.mark.dist

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from lrmoe.bench.settings import LayerBench
 
-_LISTS = ("workloads", "dtypes", "rates")
+_LISTS = ("workloads", "dtypes", "rates", "placements")
 
 
 def parse(arguments: Sequence[str]) -> tuple[LayerBench, str | None] | None:

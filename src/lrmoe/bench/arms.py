@@ -65,10 +65,16 @@ class Arm:
     """One implementation at one rate: what is timed, and what it says of its work."""
 
     impl: str
+    placement: str | None
     rate: float
     forward: Callable[[], Any]
     backward: Callable[[Any], None]
     state: lrmoe.LayerState | None = None
+
+    @property
+    def key(self) -> tuple[str, str | None, float]:
+        """What tells it from the others."""
+        return self.impl, self.placement, self.rate
 
 
 def make_problem(bench: LayerBench, routing: Routing, dtype: str, rank: int) -> Problem:
@@ -95,9 +101,11 @@ def make_problem(bench: LayerBench, routing: Routing, dtype: str, rank: int) -> 
     )
 
 
-def lrmoe_arm(problem: Problem, bench: LayerBench, rate: float, mesh: DeviceMesh) -> Arm:
+def lrmoe_arm(
+    problem: Problem, bench: LayerBench, placement: str, rate: float, mesh: DeviceMesh
+) -> Arm:
     """This package's layer."""
-    state = lrmoe.LayerState(bench.recalibration(rate))
+    state = lrmoe.LayerState(bench.recalibration(placement, rate))
     group, module = mesh.get_group("ep"), problem.module
 
     def forward() -> torch.Tensor:
@@ -113,6 +121,7 @@ def lrmoe_arm(problem: Problem, bench: LayerBench, rate: float, mesh: DeviceMesh
 
     return Arm(
         impl="lrmoe",
+        placement=placement,
         rate=rate,
         forward=forward,
         backward=lambda output_TD: output_TD.backward(problem.grad_TD),
@@ -125,6 +134,7 @@ def hf_arm(problem: Problem, mesh: DeviceMesh) -> Arm:
     layer = _all_to_all(problem, mesh)
     return Arm(
         impl="hf_all_to_all",
+        placement="fixed",
         rate=0.0,
         forward=lambda: layer(problem.x_TD, problem.expert_TK, problem.p_TK),
         backward=lambda output_TD: output_TD.backward(problem.grad_TD),
@@ -166,7 +176,7 @@ def floor_arm(num_rows: int, bench: LayerBench, dtype: str) -> Arm:
         torch.mm(gate_up_R2F.t(), x_RD, out=out_2FD)
         torch.mm(x_RD.t(), h_RF, out=out_DF)
 
-    return Arm(impl="gemm_floor", rate=0.0, forward=forward, backward=backward)
+    return Arm(impl="gemm_floor", placement=None, rate=0.0, forward=forward, backward=backward)
 
 
 def _all_to_all(problem: Problem, mesh: DeviceMesh) -> Any:

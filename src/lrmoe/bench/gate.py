@@ -22,9 +22,9 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 class Agreement:
     """Outcome of the gate for one workload and dtype, the same on every rank."""
 
-    error: dict[tuple[str, float], float]
-    """By implementation and rate: distance from the exact gradient, of the worst parameter on the
-    worst rank. Beyond C0 it holds what the dropped pairs would have added."""
+    error: dict[tuple[str, str | None, float], float]
+    """By implementation, placement and rate: distance from the exact gradient, of the worst
+    parameter on the worst rank. Beyond C0 it holds what the dropped pairs would have added."""
     failure: str | None
     """A sentence that names the parameter and its error; ``None`` if all exact ones agree."""
 
@@ -36,28 +36,30 @@ def check_gradients(
     reference_problem = problem if dtype == "fp32" else problem.widened()
     reference = gradients(reference_problem, hf_arm(reference_problem, mesh))
     arms = [hf_arm(problem, mesh)]
-    arms += [lrmoe_arm(problem, bench, rate, mesh) for rate in sorted({0.0, *bench.rates})]
+    for placement in bench.placements:
+        for rate in sorted({0.0, *bench.rates}):
+            arms.append(lrmoe_arm(problem, bench, placement, rate, mesh))
     errors = {}
     for arm in arms:
         found = gradients(problem, arm)
-        errors[arm.impl, arm.rate] = {
-            name: relative_error(found[name], reference[name]) for name in found
-        }
+        errors[arm.key] = {name: relative_error(found[name], reference[name]) for name in found}
     problem.clear()
 
     everywhere = [errors] * dist.get_world_size()
     dist.all_gather_object(everywhere, errors)
     worst, failure = {}, None
-    for impl, rate in errors:
+    for key in errors:
         error, parameter, rank = max(
             (value, name, rank)
             for rank, of_rank in enumerate(everywhere)
-            for name, value in of_rank[impl, rate].items()
+            for name, value in of_rank[key].items()
         )
-        worst[impl, rate] = error
+        worst[key] = error
+        impl, place, rate = key
         if failure is None and rate == 0.0 and error > TOLERANCE[dtype]:
+            whose = f"{impl} ({place}) on rank {rank}"
             failure = (
-                f"{workload} {dtype}: the gradient of {parameter} of {impl} on rank {rank} differs "
+                f"{workload} {dtype}: the gradient of {parameter} of {whose} differs "
                 f"from {'' if dtype == 'fp32' else 'the float32 result of '}hf_all_to_all by "
                 f"{error:.2e} (allowed: {TOLERANCE[dtype]:g})"
             )

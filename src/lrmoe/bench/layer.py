@@ -62,6 +62,9 @@ ROW_KEYS = (
     "gemm_rows_fwd",
     "gemm_rows_bwd",
     "score_select_pack_ms",
+    "replicas",
+    "moved_rows",
+    "plan_us",
     "gradient_error",
     "clock",
 )
@@ -109,8 +112,8 @@ def measure(bench: LayerBench) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     mesh = init_device_mesh("cpu", (bench.num_ranks, 1), mesh_dim_names=("ep", "tp"))
     cases = [(workload, dtype) for dtype in bench.dtypes for workload in bench.workloads]
-    per_case = (bench.rounds + bench.warmup) * (len(bench.rates) + 2)
-    per_case += _STAGE_ROUNDS * len(bench.rates)
+    per_case = (bench.rounds + bench.warmup) * (len(bench.arms) + 2)
+    per_case += _STAGE_ROUNDS * len(bench.arms)
     with _progress(len(cases) * (per_case + 1)) as advance:
         agreements = {}
         for case in cases:
@@ -152,7 +155,7 @@ def _measure_case(
     send_W, receive_W = arms_.hf_splits(problem, mesh)
     arms = [
         arms_.hf_arm(problem, mesh),
-        *(arms_.lrmoe_arm(problem, bench, rate, mesh) for rate in bench.rates),
+        *(arms_.lrmoe_arm(problem, bench, *placement_rate, mesh) for placement_rate in bench.arms),
         arms_.floor_arm(sum(receive_W), bench, dtype),
     ]
     clock = bench.resolved_clock
@@ -173,12 +176,12 @@ def _measure_case(
         # Beside the wall clock: what other programs do on the same cores is not in here.
         by_cpu = _summary(of_arm["cpu"], hf["cpu"], floor["cpu"])
         row |= {f"cpu_{key}": by_cpu[key] for key in _CPU_KEYS}
-        row["gradient_error"] = agreement.error.get((arm.impl, arm.rate))
+        row["gradient_error"] = agreement.error.get(arm.key)
         if arm.state is not None:
             reports: list[LayerReport] = [arm.state.report()] * bench.num_ranks
             dist.all_gather_object(reports, arm.state.report())
             row |= _layer_counts(reports)
-            row["placement"] = arm.state.config.placement
+            row["placement"] = arm.placement
             row["selection"] = arm.state.config.selection
             row["score_select_pack_ms"] = time_local_stages(arm, _STAGE_ROUNDS, after_each)
         elif arm.impl == "gemm_floor":
@@ -237,6 +240,9 @@ def _layer_counts(reports: list[LayerReport]) -> dict[str, float]:
         **{name: getattr(reports[0], name) for name in of_group},
         **{name: sum(getattr(report, name) for report in reports) for name in of_rank},
         "score_mass": float(np.mean([report.score_mass for report in reports])),
+        "replicas": reports[0].replicas,
+        "moved_rows": sum(report.moved_rows for report in reports),
+        "plan_us": max(report.plan_us for report in reports),
     }
 
 

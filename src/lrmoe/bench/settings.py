@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lrmoe.bench.workloads import WORKLOADS, largest_imbalance, least_experts
-from lrmoe.config import Recalibration
+from lrmoe.config import Budget, Recalibration
 
 DTYPES = ("bf16", "fp32")
 CLOCKS = ("auto", "wall", "cpu")
@@ -28,6 +28,10 @@ class LayerBench:
     """bf16, fp32."""
     rates: tuple[float, ...] = (0.0, 0.2, 0.5)
     """Shares of pairs without a backward pass, one arm each."""
+    placements: tuple[str, ...] = ("fixed",)
+    """Placement policies; every one is measured at every rate."""
+    slots: int | None = 2
+    """Replica slots per rank; None: no limit. Policies that move experts have those as well."""
     tokens: int = 4096
     """Tokens per rank (W4: on average)."""
     hidden: int = 512
@@ -61,7 +65,7 @@ class LayerBench:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("workloads", "dtypes", "rates"):
+        for name in ("workloads", "dtypes", "rates", "placements"):
             object.__setattr__(self, name, _distinct(name, getattr(self, name)))
         _among("workloads", self.workloads, tuple(WORKLOADS))
         _among("dtypes", self.dtypes, DTYPES)
@@ -88,8 +92,13 @@ class LayerBench:
                 f"workload W5 leaves experts and a rank idle: it needs experts >= "
                 f"{least_experts(W, self.top_k)} with ranks={W}, top_k={self.top_k}"
             )
-        for rate in self.rates:
-            self.recalibration(rate)
+        for placement, rate in self.arms:
+            self.recalibration(placement, rate)
+
+    @property
+    def arms(self) -> list[tuple[str, float]]:
+        """Placement and rate of every arm of this package's layer."""
+        return [(placement, rate) for placement in self.placements for rate in self.rates]
 
     @property
     def num_ranks(self) -> int:
@@ -104,10 +113,12 @@ class LayerBench:
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         return "cpu" if on_host > (os.cpu_count() or 1) else "wall"
 
-    def recalibration(self, rate: float) -> Recalibration:
-        """The layer's settings of the arm with this rate."""
+    def recalibration(self, placement: str, rate: float) -> Recalibration:
+        """The layer's settings of one arm."""
         return Recalibration(
             rate=rate,
+            placement=placement,
+            budget=Budget(slots=self.slots),
             selection=self.selection,
             scope=self.scope,
             draw=self.draw,

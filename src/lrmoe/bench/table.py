@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lrmoe.bench.settings import LayerBench
 
-_WIDTH = 140  # where output goes to a file or a pipe, which have no width of their own
+_WIDTH = 170  # where output goes to a file or a pipe, which have no width of their own
 _NOTES = (
     "Medians over rounds of the slowest rank. /hf, /floor: median of the rounds' own ratios;",
     "cpu: by the ranks' own CPU time, which other programs on the same cores do not change. MB",
@@ -28,7 +28,7 @@ def print_rows(bench: LayerBench, rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    config = bench.recalibration(bench.rates[0])
+    config = bench.recalibration(*bench.arms[0])
     console.print(
         f"T {bench.tokens}, D {bench.hidden}, F {bench.ffn}, E {bench.experts}, K {bench.top_k}; "
         f"{bench.num_ranks} gloo ranks, threads per rank: {bench.threads}; {bench.rounds} rounds, "
@@ -57,7 +57,10 @@ def _table(dtype: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _arm(row: dict[str, Any]) -> str:
-    return f"lrmoe C {row['rate']:g}" if row["impl"] == "lrmoe" else str(row["impl"])
+    if row["impl"] != "lrmoe":
+        return str(row["impl"])
+    placement = "" if row["placement"] == "fixed" else f"{row['placement']} "
+    return f"lrmoe {placement}C {row['rate']:g}"
 
 
 def _number(key: str, form: str) -> Callable[[dict[str, Any]], str]:
@@ -86,6 +89,8 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu /hf": _number("cpu_ratio_to_hf", ".3f"),
     "/floor": _number("ratio_to_floor", ".2f"),
     "MB sent": _sent,
+    "repl.": _number("replicas", "d"),
+    "plan us": _number("plan_us", ".0f"),
     "select ms": _number("score_select_pack_ms", ".2f"),
     "grad": _number("gradient_error", ".1e"),
 }
