@@ -25,6 +25,11 @@ COSTS = (
 MEMORY = MemoryCosts(
     fixed=50_000, replica=9_000, forward_row=64, forward_pair=40, kept_row=128, kept_pair=200
 )
+MOMENTS = (
+    MemoryCosts(fixed=50_000, replica=4_500, forward_row=128, forward_pair=160),
+    MemoryCosts(fixed=60_000, replica=4_500, forward_pair=40, kept_pair=210),
+    MEMORY,
+)
 
 
 def draw_counts(rng, W, E, kind, scale):
@@ -86,7 +91,10 @@ def problems(draw):
     if draw(st.integers(0, 2)) == 0:
         problem = replace(problem, score_quantiles_EQ=np.sort(rng.lognormal(0, 1, (E, 7)), 1))
     if draw(st.integers(0, 2)) == 0:
-        problem = replace(problem, memory=MEMORY, budgets=some_budgets(draw, problem))
+        problem = replace(problem, memory=draw(st.sampled_from([MEMORY, MOMENTS])))
+        if draw(st.booleans()):
+            problem = replace(problem, reserved_W=rng.integers(0, 30_000, W))
+        problem = replace(problem, budgets=some_budgets(draw, problem))
     return problem
 
 
@@ -102,7 +110,7 @@ def held_slots(rng, W, E, L):
 
 def some_budgets(draw, problem):
     """Budgets around what home placement needs, so that some bind and some cannot be kept to."""
-    home = plan(replace(problem, placement="fixed", memory=MEMORY, budgets=Budgets()))
+    home = plan(replace(problem, placement="fixed", budgets=Budgets()))
     assert home.predicted is not None
     used = {
         "memory_bytes": int(home.predicted.memory_W.max()),

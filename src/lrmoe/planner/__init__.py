@@ -87,6 +87,7 @@ def _is_plain(problem: PlanProblem) -> bool:
         and problem.budgets == _NO_BUDGETS
         and problem.costs == _NO_COSTS
         and problem.memory == _NO_MEMORY
+        and problem.reserved_W is None
     )
 
 

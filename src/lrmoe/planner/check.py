@@ -109,7 +109,7 @@ def _check_budgets(plan: Plan, problem: PlanProblem, expected: Prediction) -> No
 def predict(plan: Plan, problem: PlanProblem) -> Prediction:
     """What the plan costs, from its own numbers alone."""
     W, E = problem.counts_WE.shape
-    costs, memory = problem.costs, problem.memory
+    costs = problem.costs
     expert_V, rank_V = plan.instance_expert_V, plan.instance_rank_V
     kept_V = plan.backward_V
     assert kept_V is not None
@@ -150,6 +150,13 @@ def predict(plan: Plan, problem: PlanProblem) -> Prediction:
     link_2W = (np.maximum(sent_2CW, received_2CW) * per_byte_C1).sum(1)
     replicas_W = _by(rank_V, W, is_replica_V.astype(np.int64))
     arriving_W = np.maximum(copies[0].sum(0), copies[1].sum(0))
+    staging_W = np.maximum(arriving_W * costs.expert_bytes, copies[1].sum(1) * costs.gradient_bytes)
+    peak_W = np.zeros(W, np.int64)
+    for memory in problem.memory_moments:
+        moment_W = memory.fixed + memory.replica * replicas_W
+        moment_W += memory.forward_row * forward_WW.sum(0) + memory.forward_pair * forward_W
+        moment_W += memory.kept_row * backward_WW.sum(0) + memory.kept_pair * backward_W
+        peak_W = np.maximum(peak_W, moment_W)
     return Prediction(
         forward=float((costs.forward_pair * forward_W + link_2W[0]).max()),
         backward=float((costs.backward_pair * backward_W + link_2W[1]).max()),
@@ -157,15 +164,8 @@ def predict(plan: Plan, problem: PlanProblem) -> Prediction:
         backward_pairs_W=backward_W,
         sent_CW=sent_2CW.sum(0),
         received_CW=received_2CW.sum(0),
-        memory_W=memory.fixed
-        + memory.replica * replicas_W
-        + memory.forward_row * forward_WW.sum(0)
-        + memory.forward_pair * forward_W
-        + memory.kept_row * backward_WW.sum(0)
-        + memory.kept_pair * backward_W,
-        staging_W=np.maximum(
-            arriving_W * costs.expert_bytes, copies[1].sum(1) * costs.gradient_bytes
-        ),
+        memory_W=peak_W + staging_W + problem.reserved,
+        staging_W=staging_W,
     )
 
 

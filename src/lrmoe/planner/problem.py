@@ -41,7 +41,7 @@ class Budgets:
     """Limits of every rank in one layer call; ``None`` is unlimited."""
 
     memory_bytes: int | None = None
-    """Of the memory model (:class:`MemoryCosts`)."""
+    """Of the memory model (:class:`MemoryCosts`), staging, and ``PlanProblem.reserved_W``."""
     slots: int | None = None
     """Replica slots."""
     staging_bytes: int | None = None
@@ -82,9 +82,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCosts:
-    """The memory of one rank as a linear function of what a plan gives it, in bytes.
+    """Bytes of one rank at one moment of a layer call, linear in what a plan gives it.
 
-    :func:`lrmoe.planner.memory.memory_costs` derives it from a layer's shapes.
+    :func:`lrmoe.planner.memory.memory_costs` derives the moments that can be the peak from a
+    layer's shapes.
     """
 
     fixed: int = 0
@@ -131,7 +132,10 @@ class PlanProblem:
     1/50; half of it is left to what the search does not see."""
     budgets: Budgets = Budgets()
     costs: Costs = Costs()
-    memory: MemoryCosts = MemoryCosts()
+    memory: MemoryCosts | tuple[MemoryCosts, ...] = MemoryCosts()
+    """Several: moments of a layer call, of which the largest counts on each rank."""
+    reserved_W: Int | None = None
+    """Bytes of each rank that other layers hold while this one runs; part of its memory."""
     ranks_per_node: int | None = None
     """``None``: all ranks in one node."""
     top_k: int = 1
@@ -170,12 +174,28 @@ class PlanProblem:
             raise ValueError(
                 f"past_counts_SWE has shape {self.past_counts_SWE.shape}, expected (S, {W}, {E})"
             )
+        if not self.memory_moments:
+            raise ValueError("memory=(): needs at least one moment")
+        if self.reserved_W is not None and self.reserved_W.shape != (W,):
+            raise ValueError(f"reserved_W has shape {self.reserved_W.shape}, expected ({W},)")
         if self.held_WL is not None and len(self.held_WL) != W:
             raise ValueError(f"held_WL has {len(self.held_WL)} rows, expected {W}")
         if self.score_quantiles_EQ is not None and len(self.score_quantiles_EQ) != E:
             raise ValueError(
                 f"score_quantiles_EQ has {len(self.score_quantiles_EQ)} rows, expected {E}"
             )
+
+    @property
+    def memory_moments(self) -> tuple[MemoryCosts, ...]:
+        """``memory`` as a tuple."""
+        return self.memory if isinstance(self.memory, tuple) else (self.memory,)
+
+    @property
+    def reserved(self) -> Int:
+        """``reserved_W``, zeros where there is none."""
+        if self.reserved_W is None:
+            return np.zeros(len(self.counts_WE), np.int64)
+        return self.reserved_W
 
     @property
     def num_nodes(self) -> int:
@@ -206,6 +226,7 @@ class Prediction:
     """Bytes sent by each rank over each class of link, both passes."""
     received_CW: Int
     memory_W: Int
+    """At its peak: the largest moment, with staging and what is reserved."""
     staging_W: Int
     """Copies of expert weights arriving or gradients coming home (the larger), in bytes."""
 

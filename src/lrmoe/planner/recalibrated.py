@@ -150,25 +150,13 @@ def _place(problem: PlanProblem, load_E: Int, attempt: _Attempt) -> Placement:
     if not attempt.has_replicas:
         return place_at_home(problem, load_E)
     W, E = problem.counts_WE.shape
-    costs, memory, budgets = problem.costs, problem.memory, problem.budgets
+    costs, budgets = problem.costs, problem.budgets
     kept = attempt.kept_share
     pair = costs.forward_pair + kept * costs.backward_pair
     moved = 2 * costs.expert_bytes + costs.gradient_bytes
-    cap = NO_LIMIT if budgets.forward_pairs is None else budgets.forward_pairs
-    memory_pairs = 0
-    if budgets.memory_bytes is not None:
-        each = memory.forward_pair + kept * memory.kept_pair
-        rows = memory.forward_row + kept * memory.kept_row
-        left = budgets.memory_bytes - memory.fixed
-        tokens = -(-int(load_E.sum()) // problem.top_k)
-        # Rows are at most the pairs, and at most the tokens: the weaker cap is still right.
-        if each + rows > 0:
-            by_pair = left / (each + rows)
-            by_token = (left - rows * tokens) / each if each > 0 else -1.0
-            cap = min(cap, int(max(by_pair, by_token, 0.0)))
-            memory_pairs = int(
-                np.ceil(memory.replica / (each if by_token > by_pair else each + rows))
-            )
+    cap_W, memory_pairs = _pair_caps(problem, load_E, kept)
+    if budgets.forward_pairs is not None:
+        cap_W = np.minimum(cap_W, budgets.forward_pairs)
     slots = E if budgets.slots is None else budgets.slots
     copies_out = NO_LIMIT
     if budgets.staging_bytes is not None:
@@ -177,7 +165,7 @@ def _place(problem: PlanProblem, load_E: Int, attempt: _Attempt) -> Placement:
         if costs.gradient_bytes:
             copies_out = budgets.staging_bytes // costs.gradient_bytes
     limit_2W = np.empty((2, W), np.int64)
-    limit_2W[0], limit_2W[1] = cap, slots
+    limit_2W[0], limit_2W[1] = cap_W, slots
     rules = levelling.Rules(
         memory_pairs,
         copies_out,
@@ -190,6 +178,30 @@ def _place(problem: PlanProblem, load_E: Int, attempt: _Attempt) -> Placement:
         load_E, W, float(problem.slack), limit_2W, rules, _held(problem)
     )
     return lay_out(problem, load_E, expert_X, rank_X, pairs_X)
+
+
+def _pair_caps(problem: PlanProblem, load_E: Int, kept: float) -> tuple[Int, int]:
+    """Pairs that the memory budget lets each rank compute, and the pairs a replica takes up."""
+    W, budget = len(problem.counts_WE), problem.budgets.memory_bytes
+    cap_W, memory_pairs = np.full(W, NO_LIMIT), 0
+    if budget is None:
+        return cap_W, memory_pairs
+    tokens = -(-int(load_E.sum()) // problem.top_k)
+    for memory in problem.memory_moments:
+        each = memory.forward_pair + kept * memory.kept_pair
+        rows = memory.forward_row + kept * memory.kept_row
+        if each + rows == 0:
+            continue
+        left_W = budget - memory.fixed - problem.reserved
+        # Rows are at most the pairs, and at most the tokens: the weaker cap is still right.
+        by_pair_W = left_W / (each + rows)
+        by_token_W = (left_W - rows * tokens) / each if each > 0 else np.full(W, -1.0)
+        most_W = np.maximum(np.maximum(by_pair_W, by_token_W), 0.0)
+        cap_W = np.minimum(cap_W, most_W.astype(np.int64))
+        is_by_token = each > 0 and by_token_W.max() > by_pair_W.max()
+        pair = each if is_by_token else each + rows
+        memory_pairs = max(memory_pairs, int(np.ceil(memory.replica / pair)))
+    return cap_W, memory_pairs
 
 
 def _setup(cost: float, pair: float) -> int:

@@ -134,38 +134,66 @@ def settle(problem: PlanProblem, placement: Placement) -> tuple[Plan, list[Viola
 
 def kept_caps(problem: PlanProblem, p: Placement, forward_WV: Int) -> Int:
     """Kept pairs that the memory budget leaves room for on each rank."""
-    budget, cost = problem.budgets.memory_bytes, problem.memory
+    budget = problem.budgets.memory_bytes
     assert budget is not None
     tokens_W = tokens_of(problem)
     rows_2W, _ = kernels.count_rows(forward_WV, forward_WV, tokens_W, p.begin_W, problem.node_size)
     pairs_W = kernels.rank_sums(p.total_V, p.begin_W)
-    replicas_W = kernels.rank_sums((p.instance_slot_V >= 0).astype(np.int64), p.begin_W)
-    left_W = budget - (
-        cost.fixed
-        + cost.replica * replicas_W
-        + cost.forward_row * rows_2W[0]
-        + cost.forward_pair * pairs_W
-    )
+    is_replica_V = p.instance_slot_V >= 0
+    replicas_W = kernels.rank_sums(is_replica_V.astype(np.int64), p.begin_W)
+    out_2CW, in_2CW = _copies(problem, p, is_replica_V)
+    available_W = budget - problem.reserved - _staging(problem.costs, out_2CW, in_2CW)
+    caps_W = np.full(len(pairs_W), NO_LIMIT)
+    for cost in problem.memory_moments:
+        left_W = available_W - (
+            cost.fixed
+            + cost.replica * replicas_W
+            + cost.forward_row * rows_2W[0]
+            + cost.forward_pair * pairs_W
+        )
+        caps_W = np.minimum(caps_W, _most_kept(left_W, cost, rows_2W[0]))
+    return caps_W
+
+
+def _most_kept(left_W: Int, cost: MemoryCosts, rows_W: Int) -> Int:
+    """Kept pairs, with their rows, that so many bytes are enough for; -1 if for none."""
     # A kept pair brings at most one row, and all of them at most those of the forward pass. The
     # rounding of shares may add a pair per instance.
-    each = left_W // max(cost.kept_pair + cost.kept_row, 1)
-    together = (left_W - cost.kept_row * rows_2W[0]) // max(cost.kept_pair, 1)
-    if cost.kept_pair == 0:
-        together = np.where(left_W >= cost.kept_row * rows_2W[0], NO_LIMIT, -1)
     if cost.kept_pair + cost.kept_row == 0:
         return np.where(left_W >= 0, NO_LIMIT, -1)
-    caps_W: Int = np.where(left_W < 0, -1, np.maximum(each, together))
-    return caps_W
+    each = left_W // (cost.kept_pair + cost.kept_row)
+    if cost.kept_pair == 0:
+        together = np.where(left_W >= cost.kept_row * rows_W, NO_LIMIT, -1)
+    else:
+        together = (left_W - cost.kept_row * rows_W) // cost.kept_pair
+    most_W: Int = np.where(left_W < 0, -1, np.maximum(each, together))
+    return most_W
+
+
+def _copies(problem: PlanProblem, p: Placement, is_again_V: Bool) -> tuple[Int, Int]:
+    """Copies of weights sent and received by each rank, by pass and class of link."""
+    W, E = problem.counts_WE.shape
+    out_2CW, in_2CW = kernels.count_copies(
+        p.instance_expert_V, p.instance_rank_V, p.is_sent_V, is_again_V, E, W, problem.node_size
+    )
+    return out_2CW, in_2CW
+
+
+def _staging(costs: Costs, out_2CW: Int, in_2CW: Int) -> Int:
+    """Bytes of weights arriving for replicas, or of their gradients coming home: the larger."""
+    weights_W = in_2CW.sum(1).max(0) * costs.expert_bytes
+    staging_W: Int = np.maximum(weights_W, out_2CW[1].sum(0) * costs.gradient_bytes)
+    return staging_W
 
 
 def _predict(
     problem: PlanProblem, p: Placement, forward_WV: Int, kept_V: Int, backward_WV: Int
 ) -> Prediction:
     """What a plan costs. Slots are taken to be reused between the passes."""
-    W, E = problem.counts_WE.shape
-    costs, memory, node_size = problem.costs, problem.memory, problem.node_size
+    W = len(problem.counts_WE)
+    costs, node_size = problem.costs, problem.node_size
     forward_W, backward_W, forward, backward, _ = kernels.rank_work(p.total_V, kept_V, p.begin_W)
-    if costs == _NO_COSTS and memory == _NO_MEMORY:
+    if costs == _NO_COSTS and problem.memory == _NO_MEMORY and problem.reserved_W is None:
         nothing_W = np.zeros(W, np.int64)
         nothing_CW = np.zeros((2, W), np.int64)
         return Prediction(
@@ -182,10 +210,18 @@ def _predict(
         forward_WV, backward_WV, tokens_of(problem), p.begin_W, node_size
     )
     is_replica_V = p.instance_slot_V >= 0
-    out_2CW, in_2CW = kernels.count_copies(
-        p.instance_expert_V, p.instance_rank_V, p.is_sent_V, is_replica_V & (kept_V > 0), E, W,
-        node_size,
-    )  # fmt: skip
+    replicas_W = kernels.rank_sums(is_replica_V.astype(np.int64), p.begin_W)
+    out_2CW, in_2CW = _copies(problem, p, is_replica_V & (kept_V > 0))
+    staging_W = _staging(costs, out_2CW, in_2CW)
+    moments_W = [
+        cost.fixed
+        + cost.replica * replicas_W
+        + cost.forward_row * rows_2W[0]
+        + cost.forward_pair * forward_W
+        + cost.kept_row * rows_2W[1]
+        + cost.kept_pair * backward_W
+        for cost in problem.memory_moments
+    ]
     weights, gradient = costs.expert_bytes, costs.gradient_bytes
     sent_2CW = costs.row_bytes * crossing_2CW + weights * out_2CW
     received_2CW = costs.row_bytes * crossing_2CW + weights * in_2CW
@@ -200,15 +236,8 @@ def _predict(
         backward_pairs_W=backward_W,
         sent_CW=sent_2CW.sum(0),
         received_CW=received_2CW.sum(0),
-        memory_W=(
-            memory.fixed
-            + memory.replica * kernels.rank_sums(is_replica_V.astype(np.int64), p.begin_W)
-            + memory.forward_row * rows_2W[0]
-            + memory.forward_pair * forward_W
-            + memory.kept_row * rows_2W[1]
-            + memory.kept_pair * backward_W
-        ),
-        staging_W=np.maximum(in_2CW.sum(1).max(0) * weights, out_2CW[1].sum(0) * gradient),
+        memory_W=np.maximum.reduce(moments_W) + staging_W + problem.reserved,
+        staging_W=staging_W,
     )
 
 
@@ -418,16 +447,18 @@ def infeasible(
 
 
 def _least_memory(problem: PlanProblem, total: int, largest_drop: int) -> int:
-    """Bytes of a rank if pairs, and rows at their fewest, were spread perfectly evenly."""
-    W, cost = len(problem.counts_WE), problem.memory
+    """Bytes of a rank if pairs, rows at their fewest, and what is reserved were spread evenly."""
+    W = len(problem.counts_WE)
     pairs, kept = -(-total // W), -(-(total - largest_drop) // W)
-    return (
+    moments = [
         cost.fixed
         + cost.forward_pair * pairs
         + cost.kept_pair * kept
         + cost.forward_row * -(-pairs // problem.top_k)
         + cost.kept_row * -(-kept // problem.top_k)
-    )
+        for cost in problem.memory_moments
+    ]
+    return max(moments) + -(-int(problem.reserved.sum()) // W)
 
 
 def _slots(problem: PlanProblem) -> str:
