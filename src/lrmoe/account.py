@@ -6,16 +6,21 @@ rows, D = model dim.
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import torch
 
-from lrmoe.compute import Gradients
+from lrmoe.compute import Experts, Gradients
 from lrmoe.dispatch import Announced, Splits, rows_to_others
 from lrmoe.exchange import Exchange
-from lrmoe.kernels.scratch import scratch_bytes
 from lrmoe.pairs import PairTable, forward_instances
-from lrmoe.report import PairRecord, Span, Tally
+from lrmoe.planner.memory import LayerShape, memory_items
+from lrmoe.planner.problem import Int, Plan
+from lrmoe.replicas import num_local_replicas
+from lrmoe.report import PairRecord, Span
 from lrmoe.select import Selection
-from lrmoe.state import CallRecord, pairs_by_rank
+from lrmoe.state import CallRecord, LayerState, pairs_by_rank
 
 _PARAMETERS = ("gate_up_e2FD", "down_eDF")
 
@@ -62,61 +67,135 @@ def pair_record(
 
 
 def account_forward(
-    tally: Tally,
+    state: LayerState,
     exchange: Exchange,
     record: CallRecord,
     splits: Splits,
     gemm_rows: int,
     saved: dict[str, torch.Tensor],
+    peak_bytes: int,
     span: Span,
 ) -> None:
-    """Count the work of a forward pass, and the bytes it saved."""
+    """Count the work of a forward pass, and the bytes it needed and saved.
+
+    Args:
+        peak_bytes: of the pairs' results and temporaries, at their largest.
+    """
+    tally = state.tally
     if record.was_replayed:  # counters count once; what the recomputation cost stands apart
         tally.add(bytes_recompute=exchange.take_sent_bytes())
         tally.spans.append(("recompute_ms", span))
         return
     tally.spans.append(("fwd_ms", span))
+    is_sent_V = record.plan.is_replica & (record.plan.forward_WV.sum(0) > 0)
     tally.add(
         gemm_rows_fwd=gemm_rows,
         payload_rows_fwd=int(rows_to_others(splits.send_rows_W, exchange.rank)),
         bytes_fwd=exchange.take_sent_bytes(),
-        replicas=len(record.plan.instance_expert_V) - len(record.plan.quota_E),
+        replicas=record.plan.num_replicas,
+        moved_weights=int(is_sent_V.sum()),
     )
-    tally.hold(
-        saved_forward=sum(t.nbytes for n, t in saved.items() if n not in _PARAMETERS),
-        token_rows_fwd=int(splits.receive_rows_W.sum())
-        * saved["x_UD"].shape[1]
-        * saved["x_UD"].element_size(),
-        workspace=scratch_bytes(),
-    )
+    num_saved = _saved_bytes(saved)
+    if record.config.draw == "forward":  # what is saved does not exist yet at the peak
+        row_bytes = saved["x_UD"].shape[1] * saved["x_UD"].element_size()
+        pairs = {"work": peak_bytes + int(splits.receive_rows_W.sum()) * row_bytes}
+    else:
+        made = _nbytes(saved.get("gate_up_R2F"))  # among the results, and saved
+        pairs = {"saved": num_saved, "work": peak_bytes - made}
+    moment = _weights(saved, record, exchange) | pairs
+    record.forward_moment = moment, state.step_memory.of_others(state.layer, record)
+    state.step_memory.hold(state.layer, record, 0 if record.may_be_recomputed else num_saved)
 
 
 def account_backward(
-    tally: Tally,
+    state: LayerState,
     exchange: Exchange,
     record: CallRecord,
     announced: Announced,
     selection: Selection,
     lrm_N: torch.Tensor,
     grads: Gradients,
-    grad_UD: torch.Tensor,
+    saved: dict[str, torch.Tensor],
+    gate_up_R2F: torch.Tensor | None,
+    local: Experts,
     span: Span,
 ) -> None:
-    """Count the work of a backward pass."""
+    """Count the work of a backward pass, and the bytes of the layer call at its peak.
+
+    Args:
+        gate_up_R2F: saved, or joined with that of pairs that moved here.
+    """
+    tally, plan = state.tally, record.plan
     tally.spans.append(("bwd_ms", span))
-    tally.kept(pairs_by_rank(record.plan, announced.kept_WV).sum(0))
+    tally.kept(pairs_by_rank(plan, announced.kept_WV).sum(0))
     tally.score_mass.append((lrm_N[selection.kept_P].sum(), lrm_N.sum()))
+    is_sent_V = plan.is_replica & (announced.kept_WV.sum(0) > 0)
+    is_sent_again = local.replicas is not None and local.replicas.was_sent
     tally.add(
         gemm_rows_bwd=announced.row_P.shape[0],
         payload_rows_bwd=int(rows_to_others(announced.splits.send_rows_W, exchange.rank)),
         rows_slack=announced.rows_slack,
         moved_rows=announced.num_moved,
         bytes_bwd=exchange.take_sent_bytes(),
+        moved_weights=int(is_sent_V.sum()) if is_sent_again else 0,
+        makespan=_makespan(plan, announced),
     )
-    tally.hold(
-        token_rows_bwd=grad_UD.nbytes + (0 if grads.x_UD is None else grads.x_UD.nbytes),
-        weight_gradients=sum(
-            g.nbytes for g in (grads.gate_up_e2FD, grads.down_eDF) if g is not None
-        ),
-        workspace=scratch_bytes(),
+    made = 0 if saved.get("gate_up_R2F") is gate_up_R2F else _nbytes(gate_up_R2F)
+    weights = _weights(saved, record, exchange) | {"saved": _saved_bytes(saved)}
+    early = weights | {"work": grads.temporary_bytes + made}
+    late = weights | {
+        "gradients": weights["gradients"] + _nbytes(grads.gate_up_e2FD, grads.down_eDF),
+        "replica_gradients": _nbytes(grads.replica_gate_up_s2FD, grads.replica_down_sDF),
+        "work": grads.late_bytes + made,
+    }
+    others = state.step_memory.of_others(state.layer, record)
+    assert record.forward_moment is not None
+    rows_2W = np.broadcast_to(
+        [[record.rows_WW[:, exchange.rank].sum()], [announced.splits.receive_rows_W.sum()]],
+        (2, exchange.num_ranks),
     )
+    model = partial(model_of, record.shape, plan, rows_2W, exchange.rank)
+    tally.hold([record.forward_moment, (early, others), (late, others)], model)
+
+
+def model_of(shape: LayerShape, plan: Plan, rows_2W: Int, rank: int) -> dict[str, int]:
+    """What the memory model says of a call, in the categories that are measured."""
+    items = memory_items(shape, plan, rows_2W)
+    of_rank = {
+        "home_weights": items.home_weights_W,
+        "replica_weights": items.replica_weights_W,
+        "gradients": items.gradients_W,
+        "replica_gradients": items.replica_gradients_W,
+        "saved": items.dispatch_rows_W + items.saved_state_W,
+        "work": items.payload_rows_W + items.workspace_W + items.staging_W,
+    }
+    return {name: int(values_W[rank]) for name, values_W in of_rank.items()}
+
+
+def _makespan(plan: Plan, announced: Announced) -> float:
+    """The plan's own figure; without one, the busiest rank's pairs, a kept one counted twice."""
+    if plan.predicted is not None:
+        return plan.predicted.makespan
+    forward_W = pairs_by_rank(plan, plan.forward_WV).sum(0)
+    return float(forward_W.max() + 2 * pairs_by_rank(plan, announced.kept_WV).sum(0).max())
+
+
+def _weights(
+    saved: dict[str, torch.Tensor], record: CallRecord, exchange: Exchange
+) -> dict[str, int]:
+    """Bytes of the weights on this rank, and of the gradients that earlier micro-batches left."""
+    home = sum(saved[name].nbytes for name in _PARAMETERS)
+    per_expert = home // len(saved["down_eDF"])
+    return {
+        "home_weights": home,
+        "replica_weights": num_local_replicas(record.plan, exchange) * per_expert,
+        "gradients": home if record.shape.has_gradients else 0,
+    }
+
+
+def _saved_bytes(saved: dict[str, torch.Tensor]) -> int:
+    return sum(t.nbytes for name, t in saved.items() if name not in _PARAMETERS)
+
+
+def _nbytes(*tensors: torch.Tensor | None) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)

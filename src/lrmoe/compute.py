@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from lrmoe.kernels.gated import Activation, gated_backward, gated_forward
 from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
 from lrmoe.kernels.rows import gather_rows, sum_rows
+
+if TYPE_CHECKING:
+    from lrmoe.replicas import Arriving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class Experts:
     """The instances on this rank."""
 
     home: Weights
-    replicas: Callable[[], Weights] | None  # waits until they have arrived; None: there are none
+    replicas: Arriving | None  # None: no rank has any with work
     act: Activation | None  # None: SiLU
 
 
@@ -50,6 +54,8 @@ class ForwardWork:
     gate_up_R2F: torch.Tensor
     output_RD: torch.Tensor
     h_norm_sq_R: torch.Tensor
+    peak_bytes: int
+    """Of temporaries and results, at their largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,10 @@ class Gradients:
     down_eDF: torch.Tensor | None
     replica_gate_up_s2FD: torch.Tensor | None
     replica_down_sDF: torch.Tensor | None
+    temporary_bytes: int
+    """Of rows and pairs, at their largest before the weight gradients are formed."""
+    late_bytes: int
+    """Of rows and pairs, at their largest beside the weight gradients."""
 
 
 def forward_experts(
@@ -83,13 +93,19 @@ def forward_experts(
     experts: Experts,
 ) -> ForwardWork:
     """``scale * down(act(gate) * up)`` of every pair, with the scale inside the down projection."""
-    x_RD = gather_rows(x_UD, row_R, "rows")
-    gate_up_R2F = _gate_up(x_RD, groups, experts)
+    gate_up_R2F = _gate_up(gather_rows(x_UD, row_R, "rows"), groups, experts)
     scaled_h_RF, h_norm_sq_R = gated_forward(gate_up_R2F, scale_R, experts.act)
+    output_RD = _grouped_mm(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts)
+    twice = 1 + _joins(groups, experts)  # what joins two products is there twice
+    peak_bytes = max(
+        _nbytes(gate_up_R2F, scaled_h_RF) + twice * _nbytes(output_RD),
+        twice * _nbytes(gate_up_R2F) + _nbytes(output_RD) if twice > 1 else 0,
+    )
     return ForwardWork(
         gate_up_R2F=gate_up_R2F,
-        output_RD=_grouped_mm(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts),
+        output_RD=output_RD,
         h_norm_sq_R=h_norm_sq_R,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -103,7 +119,7 @@ def recompute_gate_up(
 def backward_experts(
     grad_UD: torch.Tensor,
     x_UD: torch.Tensor,
-    gate_up_R2F: torch.Tensor,
+    gate_up_R2F: torch.Tensor | None,
     kept: KeptPairs,
     experts: Experts,
     *,
@@ -113,23 +129,45 @@ def backward_experts(
 ) -> Gradients:
     """dgrad and wgrad of the kept pairs; the input gradient is summed per token row.
 
-    No GEMM is run for a gradient nobody needs. Experts without a kept pair get zeros.
+    No GEMM is run for a gradient nobody needs. Experts without a kept pair get zeros. What a step
+    no longer needs is freed before the next, which is what the memory model counts on; the caller
+    must not hold ``grad_UD`` either.
+
+    Args:
+        gate_up_R2F: ``None`` where it was not saved; it is then made for the kept pairs.
     """
+    made = 0
+    if gate_up_R2F is None:
+        gate_up_R2F = recompute_gate_up(x_UD, kept.x_row_P, kept.groups, experts)
+        made = gate_up_R2F.nbytes
     # The scratch rows hold the output gradients first and the inputs later, one row a pair.
+    num_rows = grad_UD.shape[0]
     grad_PD = gather_rows(grad_UD, kept.row_P, "rows")
+    temporary = made + _nbytes(grad_UD, grad_PD)
+    del grad_UD
     grad_h_PF = _grouped_mm(grad_PD, lambda w: w.down_eDF, kept.groups, experts)
     grad_gate_up_P2F, scaled_h_PF, grad_p_P = gated_backward(
         gate_up_R2F, kept.gate_up_row_P, grad_h_PF, kept.coef_P, experts.act
     )
+    gated = _nbytes(grad_PD, grad_h_PF, grad_gate_up_P2F, scaled_h_PF)
+    temporary = max(temporary, made + gated)
+    del grad_h_PF, gate_up_R2F
     grad_x_UD = grad_gate_up = grad_down = replica_gate_up = replica_down = None
     if needs_down:
         grad_down, replica_down = _grouped_outer(grad_PD, scaled_h_PF, kept.groups, experts)
+    late = _nbytes(grad_PD, grad_gate_up_P2F)
+    del grad_PD, scaled_h_PF
     if needs_gate_up:
         x_PD = gather_rows(x_UD, kept.x_row_P, "rows")
         grad_gate_up, replica_gate_up = _grouped_outer(grad_gate_up_P2F, x_PD, kept.groups, experts)
+        del x_PD
     if needs_x:
         grad_x_PD = _grouped_mm(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
-        grad_x_UD = sum_rows(grad_x_PD, kept.row_P, grad_UD.shape[0])
+        twice = 1 + _joins(kept.groups, experts)
+        late = max(late, _nbytes(grad_gate_up_P2F) + twice * _nbytes(grad_x_PD))
+        del grad_gate_up_P2F
+        grad_x_UD = sum_rows(grad_x_PD, kept.row_P, num_rows)
+        late = max(late, _nbytes(grad_x_PD, grad_x_UD))
     return Gradients(
         x_UD=grad_x_UD,
         p_P=grad_p_P,
@@ -137,6 +175,8 @@ def backward_experts(
         down_eDF=grad_down,
         replica_gate_up_s2FD=replica_gate_up,
         replica_down_sDF=replica_down,
+        temporary_bytes=temporary,
+        late_bytes=late,
     )
 
 
@@ -152,6 +192,15 @@ def compact_saved(
     x_row_U[kept.row_P.long()] = kept.x_row_P
     x_kept_UD = x_UD[x_row_U] if num_rows else x_UD[:0]
     return x_kept_UD, None if gate_up_R2F is None else gate_up_R2F[kept.gate_up_row_P]
+
+
+def _joins(groups: Groups, experts: Experts) -> bool:
+    """Whether this rank has replicas with work, and every product runs in two parts."""
+    return experts.replicas is not None and len(groups.offsets_e) > len(experts.home.down_eDF)
+
+
+def _nbytes(*tensors: torch.Tensor) -> int:
+    return sum(t.nbytes for t in tensors)
 
 
 def _gate_up(x_RD: torch.Tensor, groups: Groups, experts: Experts) -> torch.Tensor:

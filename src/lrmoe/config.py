@@ -29,32 +29,39 @@ _LATER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits per rank that a plan must respect; ``None`` is unlimited.
+    """Limits of every rank that a plan must respect; ``None`` is unlimited.
 
-    Enforced are ``slots``, ``forward_pairs`` and ``c_max``; setting another field is refused.
+    A layer call that would exceed one is planned with other replicas or fewer kept pairs, down to
+    ``c_max``; if nothing fits, :class:`lrmoe.InfeasiblePlan` is raised on every rank before
+    anything is allocated.
     """
 
     memory: int | None = None
-    """Bytes of one rank that the whole step may use."""
+    """Bytes that the MoE layers of a model may hold at any moment of a training step: weights and
+    gradients of the home experts, replicas, what forward passes saved, and the running layer's
+    temporaries (:mod:`lrmoe.planner.memory`). The optimizer's state and the rest of the model are
+    not in it."""
     slots: int | None = None
-    """Replica slots per rank."""
+    """Replica slots. Policies that move home experts need more, and have them."""
     staging: int | None = None
-    """Bytes of staging buffers per rank."""
+    """Bytes of weights on their way to replicas, or of their gradients on the way home, in one
+    layer call."""
     link_bytes: int | None = None
-    """Bytes sent or received per rank and layer call."""
+    """Bytes sent, and bytes received, in one layer call (both passes); inside a node and between
+    nodes each for itself."""
     forward_pairs: int | None = None
-    """Token-expert pairs a rank may compute in one forward layer call."""
+    """Token-expert pairs computed in one forward layer call."""
     c_max: float | None = None
-    """Largest share of pairs that may be dropped."""
+    """Largest share of a layer call's pairs that may be dropped to keep to the other limits;
+    ``None``: ``rate``."""
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether bytes on links are limited."""
+        return self.staging is not None or self.link_bytes is not None
 
     def __post_init__(self) -> None:
-        for name in ("memory", "staging", "link_bytes"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"budget.{name}={getattr(self, name)!r}: not enforced by this version; leave "
-                    "it at None"
-                )
-        for name in ("slots", "forward_pairs"):
+        for name in ("memory", "slots", "staging", "link_bytes", "forward_pairs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"budget.{name}={value!r}: must be an integer")

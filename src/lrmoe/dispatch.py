@@ -165,19 +165,6 @@ def send_rows(
     )
 
 
-def return_sums(
-    output_RD: torch.Tensor,
-    row_R: torch.Tensor,
-    token_U: torch.Tensor,
-    num_tokens: int,
-    splits: Splits,
-    exchange: Exchange,
-) -> torch.Tensor:
-    """Combine: outputs are summed per token row where the experts are, then per token here."""
-    sums_UD = sum_rows(output_RD, row_R, int(splits.receive_rows_W.sum()))
-    return collect_rows(sums_UD, token_U, num_tokens, splits, exchange)
-
-
 def collect_rows(
     rows_UD: torch.Tensor,
     token_U: torch.Tensor,

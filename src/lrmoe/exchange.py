@@ -55,14 +55,18 @@ class Exchange:
         return received
 
     def start_all_to_all(
-        self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]
+        self,
+        rows: torch.Tensor,
+        send_W: Sequence[int],
+        receive_W: Sequence[int],
+        out: torch.Tensor | None = None,
     ) -> Pending:
-        """:meth:`all_to_all` that goes on while other work is done."""
+        """:meth:`all_to_all` that goes on while other work is done, into ``out`` if given."""
         if self.num_ranks == 1:
             return Pending(rows, None, rows)
         self._count(rows, send_W)
         rows = rows.contiguous()
-        received = rows.new_empty(sum(receive_W), *rows.shape[1:])
+        received = rows.new_empty(sum(receive_W), *rows.shape[1:]) if out is None else out
         work = dist.all_to_all_single(
             received, rows, list(receive_W), list(send_W), group=self.group, async_op=True
         )

@@ -13,7 +13,12 @@ from lrmoe.exchange import Exchange
 from lrmoe.kernels.gated import Activation
 from lrmoe.pairs import ArrivalOrder
 from lrmoe.planner.problem import Int, Plan
-from lrmoe.replicas import SLOTS, add_replica_gradients, replicas_needed
+from lrmoe.replicas import (
+    SLOTS,
+    add_replica_gradients,
+    num_local_replicas,
+    replicas_needed,
+)
 from lrmoe.state import CallRecord, LayerState
 
 
@@ -27,6 +32,8 @@ def local_experts(
     """The instances on this rank; starts sending the weights of replicas that have pairs."""
     plan = record.plan
     needed_V = pairs_WV.sum(0) > 0
+    if record.config.budget.memory is not None:
+        SLOTS.shrink(num_local_replicas(plan, exchange))
     if plan.is_home_only or not replicas_needed(plan, needed_V):
         return compute.Experts(home=home, replicas=None, act=act)
     arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)

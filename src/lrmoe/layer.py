@@ -32,6 +32,8 @@ from lrmoe.instances import (
     local_experts,
 )
 from lrmoe.kernels.gated import Activation
+from lrmoe.kernels.rows import sum_rows
+from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
     PairTable,
     forward_instances,
@@ -42,7 +44,7 @@ from lrmoe.recalibrate import choose_pairs, router_gradient
 from lrmoe.report import Span
 from lrmoe.score import lrm, row_norm_sq
 from lrmoe.select import Selection
-from lrmoe.state import CallRecord, LayerState, pairs_by_rank, refuse_call
+from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 
 _ACTIVATIONS: dict[str, Activation | None] = {
     "silu": None,
@@ -93,7 +95,10 @@ def experts(
         raise
     state = state if state is not None else LayerState()
     span = Span(hidden_states.device, exchange.num_ranks)
-    num_experts = gate_up_proj.shape[0] * exchange.num_ranks
+    device_type = hidden_states.device.type
+    dtype = gate_up_proj.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
     needs_grad = [
         torch.is_grad_enabled() and t.requires_grad
         for t in (hidden_states, top_k_weights, gate_up_proj, down_proj)
@@ -104,7 +109,12 @@ def experts(
         exchange,
         top_k_index,
         pairs,
-        num_experts,
+        LayerSizes(
+            hidden=gate_up_proj.shape[2],
+            ffn=down_proj.shape[2],
+            experts=gate_up_proj.shape[0] * exchange.num_ranks,
+            dtype_bytes=dtype.itemsize,
+        ),
         is_differentiable=is_differentiable,
         needs_x=needs_grad[0],
         needs_p=needs_grad[1],
@@ -118,12 +128,8 @@ def experts(
         is_differentiable=is_differentiable,
         span=span,
     )
-    device_type = hidden_states.device.type
-    dtype = gate_up_proj.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(device_type, enabled=False), scratch_reuse(record.may_keep_scratch):
         output_TD: torch.Tensor = _RecalibratedExperts.apply(  # type: ignore[no-untyped-call]
             hidden_states.to(dtype),
             top_k_weights.to(wide),
@@ -148,12 +154,16 @@ class _Call:
     span: Span
 
 
-def _without_autocast(backward: Callable[..., Any]) -> Any:
+def _as_in_forward(backward: Callable[..., Any]) -> Any:
     """Scores and sums keep their dtype where the backward pass is started under autocast."""
 
     @wraps(backward)
     def run(ctx: Any, grad_TD: torch.Tensor) -> Any:
-        with torch.autocast(grad_TD.device.type, enabled=False):
+        may_keep_scratch = ctx.call.record.may_keep_scratch
+        with (
+            torch.autocast(grad_TD.device.type, enabled=False),
+            scratch_reuse(may_keep_scratch),
+        ):
             return backward(ctx, grad_TD)
 
     return run
@@ -187,21 +197,27 @@ class _RecalibratedExperts(torch.autograd.Function):
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
         rows = groups(arrived.order, plan.forward_WV, plan, exchange)
         work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, rows, local)
+        gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
+        output_RD, h_norm_sq_R, peak_bytes = work.output_RD, work.h_norm_sq_R, work.peak_bytes
+        del work  # its outputs are the largest tensor here, and soon not needed any more
         y_TKD = None
         if returns_pairs:
-            y_MD = dispatch.return_pairs(work.output_RD, arrived.order, splits, exchange)
+            y_MD = dispatch.return_pairs(output_RD, arrived.order, splits, exchange)
             y_ND = sending.to_expert_major(y_MD)
             y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
             y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
             output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
         else:
-            output_TD = dispatch.return_sums(
-                work.output_RD, arrived.row_R, token_U, T, splits, exchange
-            )
+            # Combine: summed per token row where the experts are, then per token here.
+            sums_UD = sum_rows(output_RD, arrived.row_R, arrived.x_UD.shape[0])
+            assert gate_up_R2F is not None
+            peak_bytes = max(peak_bytes, gate_up_R2F.nbytes + output_RD.nbytes + sums_UD.nbytes)
+            del output_RD
+            output_TD = dispatch.collect_rows(sums_UD, token_U, T, splits, exchange)
         if not call.is_differentiable:
             return output_TD
 
-        h_norm_sq_M = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_M = dispatch.return_pairs(h_norm_sq_R, arrived.order, splits, exchange)
         h_norm_sq_N = sending.to_expert_major(h_norm_sq_M)
         saved = {
             "call_id": torch.tensor(record.id),
@@ -212,7 +228,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             "down_eDF": down_eDF,
         }
         x_UD: torch.Tensor = arrived.x_UD
-        gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
         if config.draw == "forward":
             if record.selection is None:
                 record.selection = choose_pairs(
@@ -231,7 +246,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             record.kept_host = (announced.kept_WV, announced.splits, announced.num_moved)
         else:
             saved["row_R"] = arrived.row_R
-            if not plan.is_home_only:
+            if not plan.backward_is_forward:
                 saved["x_TD"] = x_TD  # the inputs of pairs that move travel in the backward pass
         saved["x_UD"] = x_UD
         if config.save == "activations":
@@ -245,12 +260,12 @@ class _RecalibratedExperts(torch.autograd.Function):
         ctx.save_for_backward(*saved.values())
         call.span.stop()
         account_forward(
-            state.tally, exchange, record, splits, arrived.row_R.shape[0], saved, call.span
+            state, exchange, record, splits, arrived.row_R.shape[0], saved, peak_bytes, call.span
         )
         return output_TD
 
     @staticmethod
-    @_without_autocast
+    @_as_in_forward
     @once_differentiable
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
@@ -294,13 +309,10 @@ class _RecalibratedExperts(torch.autograd.Function):
             exchange,
             local,
         )
-        grad_UD = dispatch.send_rows(
-            grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
-        )
-        if gate_up_R2F is None:
-            gate_up_R2F = compute.recompute_gate_up(x_UD, kept.x_row_P, kept.groups, local)
         grads = compute.backward_experts(
-            grad_UD,
+            dispatch.send_rows(
+                grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
+            ),
             x_UD,
             gate_up_R2F,
             kept,
@@ -323,11 +335,23 @@ class _RecalibratedExperts(torch.autograd.Function):
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
         grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
+        state.step_memory.release(record)
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
         account_backward(
-            state.tally, exchange, record, announced, selection, lrm_N, grads, grad_UD, span
+            state,
+            exchange,
+            record,
+            announced,
+            selection,
+            lrm_N,
+            grads,
+            saved,
+            gate_up_R2F,
+            local,
+            span,
         )
+        state.step_memory.release(record)
         if state.captured is not None:
             captured = pair_record(saved, record, exchange, pairs, selection, lrm_N)
             insort(state.captured, captured, key=lambda pair_record: pair_record.call)

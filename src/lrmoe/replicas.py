@@ -73,7 +73,7 @@ class Slots:
         know without asking.
         """
         routes = Routes.of(plan, exchange, needed_V)
-        num_slots = _local_replicas(plan, exchange)
+        num_slots = num_local_replicas(plan, exchange)
         key = (
             id(exchange.group),
             home.down_eDF.device,
@@ -93,11 +93,25 @@ class Slots:
             return Arriving(gate_up, down, routes, [])
         self._holds[key] = holds
         expert_n = torch.from_numpy(routes.send_expert_n).to(down.device)
+        n = len(routes.receive_slot_n)
+        in_order = np.array_equal(routes.receive_slot_n, np.arange(n))
         pending = [
-            exchange.start_all_to_all(w.index_select(0, expert_n), routes.send_W, routes.receive_W)
-            for w in (home.gate_up_e2FD, home.down_eDF)
+            exchange.start_all_to_all(
+                w.index_select(0, expert_n),
+                routes.send_W,
+                routes.receive_W,
+                out=slots[:n] if in_order else None,
+            )
+            for w, slots in ((home.gate_up_e2FD, gate_up), (home.down_eDF, down))
         ]
-        return Arriving(gate_up, down, routes, pending)
+        return Arriving(gate_up, down, routes, pending, in_order=in_order)
+
+    def shrink(self, num_slots: int) -> None:
+        """Give back buffers with more slots than this."""
+        for key, buffers in list(self._buffers.items()):
+            if len(buffers[0]) > num_slots:
+                del self._buffers[key]
+                self._holds.pop(key, None)
 
     def nbytes(self) -> int:
         """Bytes of all slot buffers of this process."""
@@ -108,17 +122,28 @@ class Arriving:
     """Replica weights on their way into the slots; call it to wait for them."""
 
     def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, pending: list[Pending]
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        routes: Routes,
+        pending: list[Pending],
+        *,
+        in_order: bool = True,
     ) -> None:
         self._weights = Weights(gate_up_e2FD=gate_up, down_eDF=down)
         self._slot_n = torch.from_numpy(routes.receive_slot_n).to(down.device)
         self._pending = pending
+        self._in_order = in_order
+        self.was_sent = bool(pending)
+        """Whether weights travel, which all ranks agree on; else the slots still hold them."""
 
     def __call__(self) -> Weights:
         """The replicas' weights, by slot."""
         targets = (self._weights.gate_up_e2FD, self._weights.down_eDF)
         for target, pending in zip(targets, self._pending, strict=False):
-            target.index_copy_(0, self._slot_n, pending.wait())
+            received = pending.wait()
+            if not self._in_order:
+                target.index_copy_(0, self._slot_n, received)
         self._pending = []
         return self._weights
 
@@ -162,6 +187,7 @@ def replicas_needed(plan: Plan, needed_V: Int) -> bool:
     return bool(((home_V != plan.instance_rank_V) & needed_V).any())
 
 
-def _local_replicas(plan: Plan, exchange: Exchange) -> int:
+def num_local_replicas(plan: Plan, exchange: Exchange) -> int:
+    """Replicas on this rank."""
     here = local_instances(plan, exchange.rank)
     return int(here.stop - here.start - len(plan.quota_E) // exchange.num_ranks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,10 +49,15 @@ class LayerReport:
     bytes_bwd: int = 0
     replicas: int = 0
     """Instances beyond home, summed over ranks."""
+    moved_weights: int = 0
+    """Copies of an expert's weights that travelled to replicas, in both passes, over all ranks."""
     moved_rows: int = 0
     rows_slack: int = 0
     """Padding rows of the backward payload (``rows="static"``)."""
     plan_us: float = 0.0
+    makespan: float = 0.0
+    """Predicted, in pairs' forward passes: the busiest rank's in the forward pass plus the busiest
+    rank's in the backward pass (a kept pair counts twice), and what replicas cost."""
     fwd_ms: float = 0.0
     bwd_ms: float = 0.0
     recompute_ms: float = 0.0
@@ -61,7 +67,14 @@ class LayerReport:
     """What ``fwd_ms`` and ``bwd_ms`` measure: ``wall``, ``cuda``, or ``cpu`` (this rank's own CPU
     time, where ranks outnumber cores)."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes by category, the largest micro-batch of the step."""
+    """Bytes of the tensors alive at the peak of the largest layer call of the step, by category:
+    ``home_weights``, ``replica_weights``, ``gradients``, ``replica_gradients``, ``saved`` (for the
+    backward pass), ``work`` (temporaries and payload)."""
+    memory_model: dict[str, int] = field(default_factory=dict)
+    """The same of the memory model (:mod:`lrmoe.planner.memory`), which budgets rely on."""
+    memory_step: int = 0
+    """The largest sum of a layer call's peak and what the other MoE layers held meanwhile: what
+    ``budget.memory`` bounds."""
     nonfinite_tokens: int = 0
     """Tokens of this rank whose output gradient was not finite."""
     expert_load: list[int] = field(default_factory=list)
@@ -87,6 +100,9 @@ def imbalance(load_W: Int) -> float:
     return float(load_W.max() * len(load_W) / total) if total else 1.0
 
 
+_REAL = ("plan_us", "makespan")
+
+
 class Tally:
     """Sums up the layer calls of one optimizer step into a :class:`LayerReport`."""
 
@@ -97,6 +113,8 @@ class Tally:
         self.backward_load_W: Int | None = None
         self.totals: dict[str, float | torch.Tensor] = {}
         self.memory: dict[str, int] = {}
+        self.memory_model: Callable[[], dict[str, int]] = dict
+        self.memory_step = 0
         self.score_mass: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.spans: list[tuple[str, Span]] = []
 
@@ -114,10 +132,22 @@ class Tally:
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0) + value
 
-    def hold(self, **num_bytes: int) -> None:
-        """Bytes of a category in this layer call; the report shows the largest call."""
-        for name, value in num_bytes.items():
-            self.memory[name] = max(self.memory.get(name, 0), value)
+    def hold(
+        self,
+        moments: list[tuple[dict[str, int], int]],
+        model: Callable[[], dict[str, int]],
+    ) -> None:
+        """Bytes of a layer call at some moments; the report shows the largest call's largest.
+
+        Args:
+            moments: bytes by category, and those that other layers held meanwhile.
+            model: the model's figures for the peak of this call, made when they are asked for.
+        """
+        peak = max((by_name for by_name, _ in moments), key=lambda by_name: sum(by_name.values()))
+        if sum(peak.values()) > sum(self.memory.values()):
+            self.memory, self.memory_model = peak, model
+        step = max(sum(by_name.values()) + others for by_name, others in moments)
+        self.memory_step = max(self.memory_step, step)
 
     @property
     def is_empty(self) -> bool:
@@ -126,9 +156,14 @@ class Tally:
 
     def report(self) -> LayerReport:
         """The totals as a report; waits for the device where times or scores are still open."""
-        report = LayerReport(layer=self.layer, memory=dict(self.memory))
+        report = LayerReport(
+            layer=self.layer,
+            memory=dict(self.memory),
+            memory_model=self.memory_model(),
+            memory_step=self.memory_step,
+        )
         for name, value in self.totals.items():
-            setattr(report, name, value if name == "plan_us" else int(value))
+            setattr(report, name, value if name in _REAL else int(value))
         for phase, span in self.spans:
             setattr(report, phase, getattr(report, phase) + span.ms())
             report.clock = span.clock

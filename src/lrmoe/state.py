@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,10 +23,13 @@ import torch
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
 from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
-from lrmoe.planner import Budgets, Plan, PlanProblem, plan
+from lrmoe.planner import Budgets, Costs, MemoryCosts, Plan, PlanProblem, plan
+from lrmoe.planner.costs import link_costs
+from lrmoe.planner.memory import LayerShape, even_share, memory_costs, saved_costs
 from lrmoe.planner.problem import Int
 from lrmoe.report import LayerReport, PairRecord, Tally
 from lrmoe.select import Selection
+from lrmoe.step_memory import StepMemory
 
 _call_ids = itertools.count()
 _HISTORY = 5  # what LAER-MoE sums over, the longest of the policies
@@ -48,6 +52,7 @@ class CallRecord:
     top_k_index_TK: torch.Tensor
     counts_WE: Int
     plan: Plan
+    shape: LayerShape
     rows_WW: Int
     """Unique token rows from each source (first) to each destination rank in the forward pass."""
     number: int
@@ -58,6 +63,23 @@ class CallRecord:
     kept_host: tuple[Any, ...] | None = None
     """Counts of the kept pairs (``draw="forward"``)."""
     was_replayed: bool = False
+    forward_moment: tuple[dict[str, int], int] | None = None
+    """Bytes of this call at its forward peak, and of the other layers then."""
+
+    @property
+    def may_keep_scratch(self) -> bool:
+        """Whether temporaries may keep their memory: not where a budget counts every byte."""
+        return self.config.budget.memory is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """What a call's arguments say of the layer."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    dtype_bytes: int
 
 
 class LayerState:
@@ -74,6 +96,8 @@ class LayerState:
         self.step = 0
         self.micro_batch = 0
         self.version = 0
+        self.step_memory = StepMemory()
+        """Shared by the layers of one model, so that a memory budget covers the step."""
         self.past_counts: deque[Int] = deque(maxlen=_HISTORY)
         """Counts of the latest calls, oldest first, for policies that look at history."""
         self.tally = Tally(layer)
@@ -113,7 +137,7 @@ class LayerState:
         exchange: Exchange,
         top_k_index_TK: torch.Tensor,
         pairs: PairTable,
-        num_experts: int,
+        sizes: LayerSizes,
         *,
         is_differentiable: bool,
         needs_x: bool = False,
@@ -134,9 +158,23 @@ class LayerState:
             if replayed is not None:
                 return replayed
         needs = is_differentiable + 2 * needs_x + 4 * needs_p
-        counts_WE, rows_WW = _gather_counts(exchange, top_k_index_TK, pairs, num_experts, needs)
+        shape = self._shape(sizes, top_k_index_TK, exchange)
+        held = [self.step_memory.of_others(self.layer) + shape.source_bytes]
+        # Saved tensors that go through hooks do not stay here.
+        held += (0, 0) if is_hooked else self.step_memory.of_later(self.layer)
+        counts_WE, rows_WW, held_3W = _gather_counts(
+            exchange, top_k_index_TK, pairs, sizes.experts, needs, held
+        )
         started = time.perf_counter()
-        plan_ = plan(self._problem(counts_WE, is_differentiable, exchange))
+        problem = self._problem(
+            counts_WE,
+            shape,
+            held_3W,
+            exchange,
+            top_k_index_TK.device.type,
+            is_differentiable=is_differentiable,
+        )
+        plan_ = plan(problem)
         plan_us = (time.perf_counter() - started) * 1e6
         if not plan_.is_home_only:
             rows_WW = _gather_rows(exchange, plan_, top_k_index_TK, pairs)
@@ -149,6 +187,7 @@ class LayerState:
             top_k_index_TK=top_k_index_TK,
             counts_WE=counts_WE,
             plan=plan_,
+            shape=shape,
             rows_WW=rows_WW,
             number=next(self._numbers) if is_differentiable else -1,
             may_be_recomputed=is_hooked,
@@ -188,9 +227,56 @@ class LayerState:
         self.__init__(values["config"], values["layer"])  # type: ignore[misc]
         self.load_state_dict(values)
 
-    def _problem(self, counts_WE: Int, is_differentiable: bool, exchange: Exchange) -> PlanProblem:
+    def _shape(
+        self, sizes: LayerSizes, top_k_index_TK: torch.Tensor, exchange: Exchange
+    ) -> LayerShape:
         config = self.config
-        rate = config.rate_at(self.step if is_differentiable else 0)
+        has_replicas = config.placement != "fixed"
+        return LayerShape(
+            hidden=sizes.hidden,
+            ffn=sizes.ffn,
+            experts=sizes.experts,
+            top_k=max(top_k_index_TK.shape[1], 1),
+            ranks=exchange.num_ranks,
+            tokens=top_k_index_TK.shape[0],
+            dtype_bytes=sizes.dtype_bytes,
+            has_replicas=has_replicas,
+            moves_pairs=has_replicas and config.effective_scope == "global",
+            has_gradients=self.micro_batch > 0,
+            save=config.save,
+            draw=config.draw,
+            router_grad=config.router_grad,
+        )
+
+    def _problem(
+        self,
+        counts_WE: Int,
+        shape: LayerShape,
+        held_3W: Int,
+        exchange: Exchange,
+        device_type: str,
+        *,
+        is_differentiable: bool,
+    ) -> PlanProblem:
+        """What is asked of the planner.
+
+        Args:
+            held_3W: bytes of each rank that other layers and calls hold, those that later layers
+                are expected to save, and how many later layers nothing is known of.
+        """
+        config = self.config
+        if not is_differentiable:  # nothing to drop, nothing saved
+            return PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
+        costs, reserved_W = Costs(), None
+        memory: MemoryCosts | tuple[MemoryCosts, ...] = MemoryCosts()
+        if config.budget.memory is not None:
+            # The rank's own routing is among what it holds, since ranks differ in their tokens.
+            alone = replace(shape, tokens=0)
+            memory = (*memory_costs(alone), saved_costs(alone))
+            reserved_W = self._reserved(shape, held_3W, int(counts_WE.sum()), len(memory))
+        if config.placement != "fixed" or config.budget.needs_costs:
+            costs = link_costs(shape, device_type)
+        rate = config.rate_at(self.step)
         needs_random_shares = config.is_unbiased and config.effective_scope == "local"
         budget = config.budget
         # Counts from before a change of layout say nothing about this one's ranks.
@@ -198,9 +284,21 @@ class LayerState:
         return PlanProblem(
             counts_WE=counts_WE,
             rate=rate,
-            placement=config.placement if is_differentiable else "fixed",
-            quotas=config.quotas if is_differentiable else "rate",
-            budgets=Budgets(slots=budget.slots, forward_pairs=budget.forward_pairs),
+            placement=config.placement,
+            quotas=config.quotas,
+            budgets=Budgets(
+                memory_bytes=budget.memory,
+                slots=budget.slots,
+                staging_bytes=budget.staging,
+                intra_bytes=budget.link_bytes,
+                inter_bytes=budget.link_bytes,
+                forward_pairs=budget.forward_pairs,
+            ),
+            costs=costs,
+            memory=memory,
+            reserved_W=reserved_W,
+            top_k=shape.top_k,
+            ranks_per_node=_ranks_per_node(exchange.num_ranks),
             c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
             past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
@@ -210,6 +308,20 @@ class LayerState:
                 else None
             ),
         )
+
+    def _reserved(self, shape: LayerShape, held_3W: Int, pairs: int, moments: int) -> Int:
+        """Bytes of each rank that others have at every moment; last: while later layers run.
+
+        What this layer saves must leave room for what later ones save and for the last one's call
+        at its smallest. While it runs itself, backward pass included, they hold nothing.
+        """
+        held_W, expected_W, unknown_W = held_3W
+        least = 1 - max(float(self.config.rate_at(self.step)), self.config.budget.c_max or 0.0)
+        saved, work = even_share(shape, pairs, least)
+        has_later_W = (expected_W > 0) | (unknown_W > 0)
+        reserved_AW = np.tile(held_W, (moments, 1))
+        reserved_AW[-1] += expected_W + unknown_W * saved + has_later_W * work
+        return reserved_AW
 
     def _key(self, config: Recalibration, *parts: object) -> int:
         text = repr((config.seed, self.layer, *parts)).encode()
@@ -245,23 +357,34 @@ class LayerState:
         return found
 
 
+def _ranks_per_node(num_ranks: int) -> int | None:
+    """As torchrun says it; ``None`` (one node) where it does not, or does not fit the group."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return local if 0 < local < num_ranks and num_ranks % local == 0 else None
+
+
 def _gather_counts(
     exchange: Exchange,
     top_k_index_TK: torch.Tensor,
     pairs: PairTable,
     num_experts: int,
     needs: int,
-) -> tuple[Int, Int]:
-    """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none."""
+    held: list[int],
+) -> tuple[Int, Int, Int]:
+    """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
+
+    Beside them what the ranks say of their memory, [3, W].
+    """
     W, device = exchange.num_ranks, top_k_index_TK.device
     is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
     expert_N = pairs.expert_N.clamp(0, num_experts - 1)
     home_N = expert_N // (num_experts // W)
     _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
-    flags = torch.stack([is_outside_N.sum(), torch.tensor(needs, device=device)])
+    num_outside = is_outside_N.sum()[None]
+    said = torch.tensor([*held, needs], device=device)
     counts_E = torch.bincount(expert_N, minlength=num_experts)
-    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, flags]))
-    outside_W, needs_W = gathered[:, -2], gathered[:, -1]
+    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, num_outside, said]))
+    outside_W, needs_W = gathered[:, -5], gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
             "the arguments of another rank were refused, whose message says why; ranks: "
@@ -278,7 +401,8 @@ def _gather_counts(
             f"hidden_states, plus 4 for top_k_weights: {needs_W.tolist()}); all ranks must do the "
             "same"
         )
-    return gathered[:, :num_experts], gathered[:, num_experts : num_experts + W]
+    rows_WW = gathered[:, num_experts : num_experts + W]
+    return gathered[:, :num_experts], rows_WW, gathered[:, -4:-1].T
 
 
 def _gather_rows(
@@ -295,7 +419,7 @@ def _gather_rows(
 
 def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor) -> None:
     """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
-    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 2
+    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 5
     exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 
 

@@ -28,6 +28,7 @@ MEMORY = MemoryCosts(
 MOMENTS = (
     MemoryCosts(fixed=50_000, replica=4_500, forward_row=128, forward_pair=160),
     MemoryCosts(fixed=60_000, replica=4_500, forward_pair=40, kept_pair=210),
+    MemoryCosts(fixed=60_000, replica=13_500, staged=3, forward_pair=40),
     MEMORY,
 )
 

@@ -37,6 +37,13 @@ def test_the_planner_s_linear_model_is_the_layer_call_subtotal(draw, save):
         made = plan(problem_of(shape, placement=placement))
         items = memory_items(shape, made)
         assert np.array_equal(items.layer_call, made.predicted.memory_W), placement
+        # Where there may be replicas, the planner's is a bound for the ranks without one.
+        joining = replace(shape, has_replicas=True)
+        made = plan(problem_of(joining, placement=placement))
+        call_W, bound_W = memory_items(joining, made).layer_call, made.predicted.memory_W
+        replicas_W = np.bincount(made.instance_rank_V[made.is_replica], minlength=4)
+        assert np.array_equal(call_W[replicas_W > 0], bound_W[replicas_W > 0]), placement
+        assert (call_W <= bound_W).all(), placement
 
 
 def test_items_by_hand():
@@ -48,26 +55,35 @@ def test_items_by_hand():
     counts_WE = np.array([[4, 1], [2, 3]])
     made = plan(PlanProblem(counts_WE=counts_WE, rate=Fraction(1, 4)))
     items = memory_items(shape, made)
-    # 6 and 4 pairs, all in rows of their own; 5 and 3 kept. A gradient of 96 bytes is left.
+    # 6 and 4 pairs, all in rows of their own; 5 and 3 kept.
     assert items.home_weights_W.tolist() == items.gradients_W.tolist() == [96, 96]
     assert items.dispatch_rows_W.tolist() == [6 * 16, 4 * 16]
     source = 5 * (4 + 4 + 8)  # routing weight, |h|^2, expert id
     saved = [6 * (2 * 2 * 4 + 4) + source, 4 * (2 * 2 * 4 + 4) + source]
     assert items.saved_state_W.tolist() == saved
     assert items.replica_weights_W.tolist() == items.replica_gradients_W.tolist() == [0, 0]
-    # The gathered gradient 16, dh 8, d(gate_up) 16, scaled h 8, notes 12, <G, y> 4.
-    assert items.moment_W == ("gated", "gated")
-    assert items.workspace_W.tolist() == [5 * 64, 3 * 64]
+    # The gathered input 16, d(gate_up) 16, notes 12, <G, y> 4.
+    assert items.moment_W == ("wgrad", "wgrad")
+    assert items.workspace_W.tolist() == [5 * 48, 3 * 48]
     assert items.payload_rows_W.tolist() == [0, 0]
     assert items.optimizer_W.tolist() == [24 * 8, 24 * 8]
-    assert items.layer_call.tolist() == [192 + 96 + saved[0] + 320, 192 + 64 + saved[1] + 192]
+    assert items.layer_call.tolist() == [192 + 96 + saved[0] + 240, 192 + 64 + saved[1] + 144]
     assert items.whole_step[0] == items.layer_call[0] + 2 * (192 + 96 + saved[0]) + 3 * 192 + 1000
+
+    # With an expert without weight gradients to speak of, the moment before them is the peak.
+    wide = replace(shape, tokens=50)
+    many = memory_items(wide, plan(PlanProblem(counts_WE=10 * counts_WE, rate=Fraction(1, 4))))
+    # The gathered gradient 16, dh 8, d(gate_up) 16, scaled h 8, notes 12, <G, y> 4.
+    assert many.moment_W == ("gated", "gated")
+    assert many.workspace_W.tolist() == [45 * 64, 30 * 64]
+    assert many.gradients_W.tolist() == [0, 0]
 
     # With few pairs kept the forward pass is the peak: outputs 16, and their sums per row 16.
     made = plan(PlanProblem(counts_WE=counts_WE, rate=Fraction(3, 4)))
     items = memory_items(shape, made)
-    assert items.moment_W == ("sums", "sums")
-    assert items.workspace_W.tolist() == items.payload_rows_W.tolist() == [6 * 16, 4 * 16]
+    assert items.moment_W == ("sums", "wgrad")
+    assert items.workspace_W.tolist() == [6 * 16, 1 * 48]
+    assert items.payload_rows_W.tolist() == [6 * 16, 0]
 
 
 def test_replicas_and_earlier_micro_batches_count_at_the_weight_gradients():
@@ -80,8 +96,9 @@ def test_replicas_and_earlier_micro_batches_count_at_the_weight_gradients():
     assert made.num_replicas == 1
     items = memory_items(shape, made)
     # 3 * 8 * 2 * 4 = 192 bytes an expert; joining dx makes two rows of 8 beside d(gate_up)'s 4.
-    assert items.moment_W == ("wgrad", "wgrad")
-    assert items.workspace_W.tolist() == [40 * ((2 * 8 + 4) * 4 + 16)] * 2
+    assert items.moment_W == ("dgrad", "wgrad")  # rank 0 joins nothing: dx and its sums, 8 and 8
+    assert items.workspace_W.tolist() == [40 * (8 * 4 + 16), 40 * ((2 * 8 + 4) * 4 + 16)]
+    assert items.payload_rows_W.tolist() == [40 * 8 * 4, 0]
     assert items.replica_weights_W.tolist() == items.replica_gradients_W.tolist() == [0, 192]
     assert items.gradients_W.tolist() == [192, 192]
     again = memory_items(replace(shape, has_gradients=True), made)

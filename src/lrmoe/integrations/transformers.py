@@ -23,6 +23,7 @@ from lrmoe.kernels.gated import Activation
 from lrmoe.layer import experts
 from lrmoe.report import LayerReport, PairRecord
 from lrmoe.state import LayerState
+from lrmoe.step_memory import StepMemory
 
 try:
     from transformers.distributed.expert_parallel import (
@@ -119,8 +120,13 @@ class Handle:
         self._modules = layers
         self.states = [_state_of(module) for module in layers]
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # What an MoE layer holds while others run: its weights, and as much for their gradient.
+        step_memory = StepMemory(
+            {layer: 2 * _local_bytes(module) for layer, module in enumerate(layers)}
+        )
         for layer, state in enumerate(self.states):
             state.layer = state.tally.layer = layer
+            state.step_memory = step_memory
             _unowned.discard(state)
         self.set(config)
 
@@ -255,6 +261,12 @@ def _config_of(module: nn.Module) -> Recalibration:
     """The settings that travel in the model's config, or exact training."""
     values = getattr(getattr(module, "config", None), NAME, None)
     return Recalibration.from_dict(values) if values else Recalibration(rate=0.0)
+
+
+def _local_bytes(module: nn.Module) -> int:
+    """Bytes of the experts' weights on this rank, of a shard where they are sharded."""
+    weights = [getattr(module, name) for name in ("gate_up_proj", "down_proj")]
+    return sum((w.to_local() if hasattr(w, "to_local") else w).nbytes for w in weights)
 
 
 def _is_experts(module: nn.Module) -> bool:

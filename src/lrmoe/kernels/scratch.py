@@ -8,10 +8,13 @@ already does this, so there this is ``torch.empty``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 _buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+_reuses = True
 
 
 def scratch(
@@ -21,7 +24,7 @@ def scratch(
 
     The caller must be done with the last tensor of the same name, and must not return or save it.
     """
-    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+    if device.type != "cpu" or not _reuses or torch.are_deterministic_algorithms_enabled():
         # Deterministic mode fills uninitialised memory, which tests use to find unwritten rows.
         return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape)
@@ -29,6 +32,19 @@ def scratch(
     if buffer is None or buffer.numel() < size:
         buffer = _buffers[name, dtype] = torch.empty(size, dtype=dtype)
     return buffer[:size].view(shape)
+
+
+@contextmanager
+def scratch_reuse(is_allowed: bool) -> Iterator[None]:
+    """Whether temporaries inside keep their memory for the next ones; else that is given back."""
+    global _reuses
+    before, _reuses = _reuses, is_allowed
+    if not is_allowed:
+        release_scratch()
+    try:
+        yield
+    finally:
+        _reuses = before
 
 
 def scratch_bytes() -> int:

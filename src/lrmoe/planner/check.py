@@ -152,8 +152,10 @@ def predict(plan: Plan, problem: PlanProblem) -> Prediction:
     arriving_W = np.maximum(copies[0].sum(0), copies[1].sum(0))
     staging_W = np.maximum(arriving_W * costs.expert_bytes, copies[1].sum(1) * costs.gradient_bytes)
     peak_W = np.zeros(W, np.int64)
-    for memory in problem.memory_moments:
-        moment_W = memory.fixed + memory.replica * replicas_W
+    for memory, reserved_W in zip(problem.memory_moments, problem.reserved, strict=True):
+        moment_W = (
+            reserved_W + memory.fixed + memory.replica * replicas_W + memory.staged * staging_W
+        )
         moment_W += memory.forward_row * forward_WW.sum(0) + memory.forward_pair * forward_W
         moment_W += memory.kept_row * backward_WW.sum(0) + memory.kept_pair * backward_W
         peak_W = np.maximum(peak_W, moment_W)
@@ -164,7 +166,7 @@ def predict(plan: Plan, problem: PlanProblem) -> Prediction:
         backward_pairs_W=backward_W,
         sent_CW=sent_2CW.sum(0),
         received_CW=received_2CW.sum(0),
-        memory_W=peak_W + staging_W + problem.reserved,
+        memory_W=peak_W,
         staging_W=staging_W,
     )
 

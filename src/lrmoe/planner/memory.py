@@ -5,13 +5,15 @@ step (what a step no longer needs is freed before the next):
 
     outputs    forward: gate_up outputs, scaled h and outputs of all pairs
     sums       forward: gate_up outputs and outputs of all pairs, their sums per token row
+    compact    forward, draw="forward": gate_up outputs and x rows of all pairs and of kept ones
     payload    backward: gradient rows of the kept pairs' tokens, one row per pair gathered
     gated      backward: gathered rows, dh, d(gate_up), scaled h
     wgrad      backward: d(gate_up), gathered inputs; weight gradients, the replicas' included
     dgrad      backward: dx of every pair and its sums per token row; all weight gradients
+    home       backward, last: replicas' gradients, and on the way home; their sums in float32
 
-Always there are the home experts' weights, one gradient of theirs (left by the micro-batch before,
-or this one's own), the replicas' weights, what the forward pass saved, and the rank's own routing.
+Always there are the home experts' weights and the gradients that earlier micro-batches of the step
+left, the replicas' weights, what the forward pass saved, and the rank's own routing.
 
     saved      x rows received, row ids; gate_up outputs unless save="inputs"
     source     routing weights, ids, |h|^2; outputs by router mode
@@ -28,13 +30,17 @@ top-k, N = T * K, A = moments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from lrmoe.planner.problem import Int, MemoryCosts, Plan
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
+# Gradients that arrived, their sum in float32 and their copy in float32, in units of 16-bit ones.
+_GRADIENTS_HOME = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,24 +128,36 @@ class LayerShape:
         made = 0 if gate_up_is_new else -2 * F  # counted with what is saved
         joined = 2 if self.has_replicas else 1
         outputs = max(3 * F + joined * D, (D + 2 * joined * F) if self.has_replicas else 0)
-        again = 2 * F if self.save == "inputs" or self.moves_pairs else 0
-        x_rows = D if self.draw == "forward" else 0
+        again = 2 * F if self.save == "inputs" else 0
+        is_joined = self.moves_pairs and self.save == "activations"  # with that of moved pairs
+        joined_state = 2 * F if is_joined else 0
+        is_early = self.draw == "forward"
+        x_rows = D if is_early else 0
         # Notes of a kept pair: row, place, coefficient; of both passes: <G, y> or |h|^2.
         notes = _FLOAT32 + (0 if self.draw == "forward" else 2 * _INT32 + _FLOAT32)
-        fresh = int(self.has_gradients)
+        earlier = int(self.has_gradients)
         moved_rows = D if self.moves_pairs else 0
 
-        def forward(name: str, pair: int, row: int) -> Moment:
-            return Moment(name=name, is_backward=False, pair=b * (pair + made), row=b * row)
+        def forward(name: str, pair: int, row: int, has_saved: bool = not is_early) -> Moment:
+            return Moment(
+                name=name,
+                is_backward=False,
+                has_saved=has_saved,
+                pair=b * (pair + made),
+                row=b * row,
+                gradients=earlier,
+            )
 
-        def backward(name: str, pair: int, row: int, replicas: int = 0) -> Moment:
+        def backward(name: str, pair: int, row: int, replicas: int = 0, staged: int = 0) -> Moment:
             return Moment(
                 name=name,
                 is_backward=True,
-                pair=b * pair + notes,
+                has_saved=True,
+                pair=b * (pair + joined_state) + notes,
                 row=b * (row + moved_rows),
+                gradients=earlier + int(replicas > 0),
                 replica_gradients=replicas,
-                fresh_gradients=fresh if replicas else 0,
+                staged=staged,
             )
 
         found = [
@@ -150,6 +168,10 @@ class LayerShape:
             backward("wgrad", joined * D + 2 * F, 0, replicas=1),
             backward("dgrad", D, D, replicas=1),
         ]
+        if is_early:
+            found.append(forward("compact", 2 * F, D, has_saved=True))
+        if self.has_replicas:
+            found.append(backward("home", 0, 0, replicas=2, staged=_GRADIENTS_HOME))
         return tuple(m for m in found if not any(m.is_below(other) for other in found))
 
 
@@ -159,24 +181,28 @@ class Moment:
 
     name: str
     is_backward: bool
+    has_saved: bool
+    """Whether what is saved is there already."""
     pair: int
     """Of each pair of the pass (backward: kept ones)."""
     row: int
     """Of each token row received in the pass."""
+    gradients: int = 0
+    """Times the weight gradients of the home experts: earlier ones, and this call's."""
     replica_gradients: int = 0
-    fresh_gradients: int = 0
-    """Weight gradients of the home experts that are not yet added to earlier ones."""
+    """Times those of the replicas."""
+    staged: int = 0
+    """Times the bytes of staging."""
 
     def is_below(self, other: Moment) -> bool:
         """Whether the other moment never takes less. Rows are never more than pairs."""
-        if self == other or self.is_backward != other.is_backward:
+        passes = (self.is_backward, self.has_saved)
+        if self == other or passes != (other.is_backward, other.has_saved):
             return False
-        mine = (self.pair, self.pair + self.row, self.replica_gradients, self.fresh_gradients)
-        theirs = (
-            *(other.pair, other.pair + other.row),
-            *(other.replica_gradients, other.fresh_gradients),
-        )
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return all(
+            getattr(self, name) <= getattr(other, name)
+            for name in ("pair", "gradients", "replica_gradients", "staged")
+        ) and (self.pair + self.row <= other.pair + other.row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +222,7 @@ class MemoryItems:
     workspace_W: Int
     """Temporaries of the pairs."""
     gradients_W: Int
-    """Of this layer's home experts."""
+    """Of this layer's home experts: what earlier micro-batches left, and this call's."""
     optimizer_W: Int
     other_W: Int
     moment_W: tuple[str, ...]
@@ -226,13 +252,27 @@ class MemoryItems:
     @property
     def whole_step(self) -> Int:
         """All layers' weights, gradients, optimizer and saved state, and one layer at its peak."""
-        resting_W = self.home_weights_W + self.gradients_W
+        resting_W = 2 * self.home_weights_W  # a gradient as large as the weights
         saved_W = self.dispatch_rows_W + self.saved_state_W
         others_W = (self.layers - 1) * (resting_W + saved_W)
         total_W: Int = self.layer_call + others_W + self.layers * self.optimizer_W + self.other_W
         return total_W
 
 
+def even_share(shape: LayerShape, total_pairs: int, kept_share: float) -> tuple[int, int]:
+    """What a rank saves in a layer call, and needs besides, if pairs are spread evenly, at most."""
+    pairs = -(-total_pairs // shape.ranks)
+    tokens = -(-total_pairs // shape.top_k)
+    kept = math.ceil(pairs * kept_share)
+    saved = kept if shape.draw == "forward" else pairs
+    work = 0
+    for moment in shape.moments():
+        of_pass = kept if moment.is_backward else pairs
+        work = max(work, of_pass * moment.pair + min(of_pass, tokens) * moment.row)
+    return saved * shape.saved_pair_bytes + min(saved, tokens) * shape.row_bytes, work
+
+
+@lru_cache(maxsize=64)
 def memory_costs(shape: LayerShape) -> tuple[MemoryCosts, ...]:
     """The coefficients of the planner, one for each moment that can be the peak."""
     home = -(-shape.experts // shape.ranks)
@@ -245,21 +285,36 @@ def memory_costs(shape: LayerShape) -> tuple[MemoryCosts, ...]:
             kept_row, kept_pair = moment.row, moment.pair
         else:
             forward_row, forward_pair = moment.row, moment.pair
-        if not saves_kept:
-            forward_row, forward_pair = forward_row + row, forward_pair + pair
-        elif moment.is_backward:
+        if moment.has_saved and saves_kept:
             kept_row, kept_pair = kept_row + row, kept_pair + pair
+        elif moment.has_saved:
+            forward_row, forward_pair = forward_row + row, forward_pair + pair
         costs.append(
             MemoryCosts(
-                fixed=(2 + moment.fresh_gradients) * home * shape.expert_bytes + shape.source_bytes,
+                fixed=(1 + moment.gradients) * home * shape.expert_bytes + shape.source_bytes,
                 replica=(1 + moment.replica_gradients) * shape.expert_bytes,
                 forward_row=forward_row,
                 forward_pair=forward_pair,
                 kept_row=kept_row,
                 kept_pair=kept_pair,
+                staged=moment.staged,
             )
         )
     return tuple(costs)
+
+
+@lru_cache(maxsize=64)
+def saved_costs(shape: LayerShape) -> MemoryCosts:
+    """The coefficients of what a layer holds while later ones run: weights, and what it saved."""
+    is_early = shape.draw == "forward"
+    row, pair = shape.row_bytes, shape.saved_pair_bytes
+    return MemoryCosts(
+        fixed=memory_costs(shape)[0].fixed,
+        forward_row=0 if is_early else row,
+        forward_pair=0 if is_early else pair,
+        kept_row=row if is_early else 0,
+        kept_pair=pair if is_early else 0,
+    )
 
 
 def memory_items(
@@ -284,29 +339,35 @@ def memory_items(
     replicas_W = plan.is_replica.astype(np.int64) @ on_rank_VW
     if staging_W is None:
         staging_W = np.zeros(W, np.int64) if plan.predicted is None else plan.predicted.staging_W
-    moments = shape.moments()
+    # A rank without replicas joins nothing; the planner's bound does not know which ones these are.
+    plain = replace(shape, has_replicas=False).moments()
+    joining = shape.moments() if shape.has_replicas else ()
+    moments = plain + joining
+    joins_A1 = (np.arange(len(moments)) >= len(plain))[:, None]
+    may_be_AW = ((replicas_W > 0) & bool(joining)) == joins_A1
+    may_be_AW |= np.array([m.staged > 0 for m in moments])[:, None]
     is_backward_A = np.array([m.is_backward for m in moments], np.int64)
-    saved_A = is_backward_A if shape.draw == "forward" else np.zeros_like(is_backward_A)
-    is_saved_A1 = np.array([m.is_backward or shape.draw == "backward" for m in moments])[:, None]
+    saved = 1 if shape.draw == "forward" else 0
 
     def of_moments(name: str) -> Int:
         return np.array([getattr(m, name) for m in moments], np.int64)[:, None]
 
     by_moment = {
         "replica_gradients": of_moments("replica_gradients") * replicas_W * shape.expert_bytes,
-        "gradients": (1 + of_moments("fresh_gradients")) * home_W * shape.expert_bytes,
-        "dispatch_rows": is_saved_A1 * rows_2W[saved_A] * shape.row_bytes,
-        "saved_state": is_saved_A1 * pairs_2W[saved_A] * shape.saved_pair_bytes
+        "staging": of_moments("staged") * staging_W,
+        "gradients": of_moments("gradients") * home_W * shape.expert_bytes,
+        "dispatch_rows": of_moments("has_saved") * rows_2W[saved] * shape.row_bytes,
+        "saved_state": of_moments("has_saved") * pairs_2W[saved] * shape.saved_pair_bytes
         + shape.source_bytes,
         "payload_rows": of_moments("row") * rows_2W[is_backward_A],
         "workspace": of_moments("pair") * pairs_2W[is_backward_A],
     }
-    peak_W = sum(by_moment.values(), np.zeros((len(moments), W), np.int64)).argmax(0)
+    total_AW = sum(by_moment.values(), np.zeros((len(moments), W), np.int64))
+    peak_W = np.where(may_be_AW, total_AW, -1).argmax(0)
     at_peak = {f"{name}_W": v_AW[peak_W, np.arange(W)] for name, v_AW in by_moment.items()}
     return MemoryItems(
         home_weights_W=home_W * shape.expert_bytes,
         replica_weights_W=replicas_W * shape.expert_bytes,
-        staging_W=staging_W,
         optimizer_W=home_W * 3 * shape.hidden * shape.ffn * shape.optimizer_bytes,
         other_W=np.full(W, shape.other_bytes),
         moment_W=tuple(moments[a].name for a in peak_W),

@@ -34,6 +34,10 @@ class InfeasiblePlan(ValueError):  # noqa: N818 - the name is public
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+        self._message = message
+
+    def __reduce__(self) -> tuple[type[InfeasiblePlan], tuple[str, str]]:
+        return type(self), (self.kind, self._message)  # exceptions pickle by their arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Budgets:
     """Limits of every rank in one layer call; ``None`` is unlimited."""
 
     memory_bytes: int | None = None
-    """Of the memory model (:class:`MemoryCosts`), staging, and ``PlanProblem.reserved_W``."""
+    """Of the memory model (:class:`MemoryCosts`), with what ``PlanProblem.reserved_W`` holds."""
     slots: int | None = None
     """Replica slots."""
     staging_bytes: int | None = None
@@ -100,6 +104,8 @@ class MemoryCosts:
     """A token row received in the backward pass."""
     kept_pair: int = 0
     """A pair computed in the backward pass."""
+    staged: int = 0
+    """Times the bytes of staging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +141,8 @@ class PlanProblem:
     memory: MemoryCosts | tuple[MemoryCosts, ...] = MemoryCosts()
     """Several: moments of a layer call, of which the largest counts on each rank."""
     reserved_W: Int | None = None
-    """Bytes of each rank that other layers hold while this one runs; part of its memory."""
+    """Bytes of each rank that other layers hold while this one runs, part of its memory: [W], or
+    for every moment, [moments, W]."""
     ranks_per_node: int | None = None
     """``None``: all ranks in one node."""
     top_k: int = 1
@@ -176,8 +183,11 @@ class PlanProblem:
             )
         if not self.memory_moments:
             raise ValueError("memory=(): needs at least one moment")
-        if self.reserved_W is not None and self.reserved_W.shape != (W,):
-            raise ValueError(f"reserved_W has shape {self.reserved_W.shape}, expected ({W},)")
+        moments = len(self.memory_moments)
+        if self.reserved_W is not None and self.reserved_W.shape not in ((W,), (moments, W)):
+            raise ValueError(
+                f"reserved_W has shape {self.reserved_W.shape}, expected ({W},) or ({moments}, {W})"
+            )
         if self.held_WL is not None and len(self.held_WL) != W:
             raise ValueError(f"held_WL has {len(self.held_WL)} rows, expected {W}")
         if self.score_quantiles_EQ is not None and len(self.score_quantiles_EQ) != E:
@@ -192,10 +202,9 @@ class PlanProblem:
 
     @property
     def reserved(self) -> Int:
-        """``reserved_W``, zeros where there is none."""
-        if self.reserved_W is None:
-            return np.zeros(len(self.counts_WE), np.int64)
-        return self.reserved_W
+        """``reserved_W`` of every moment, zeros where there is none, [moments, W]."""
+        shape = len(self.memory_moments), len(self.counts_WE)
+        return np.broadcast_to(0 if self.reserved_W is None else self.reserved_W, shape)
 
     @property
     def num_nodes(self) -> int:
@@ -226,7 +235,7 @@ class Prediction:
     """Bytes sent by each rank over each class of link, both passes."""
     received_CW: Int
     memory_W: Int
-    """At its peak: the largest moment, with staging and what is reserved."""
+    """At its peak: the largest moment, with what is reserved."""
     staging_W: Int
     """Copies of expert weights arriving or gradients coming home (the larger), in bytes."""
 

@@ -99,6 +99,9 @@ def lay_out(
     """The placement in which these pairs leave home, and sources are split as intervals."""
     W = len(problem.counts_WE)
     held_WL = _held(problem)
+    # Slots filled by home rank take weights as they arrive.
+    order_X = np.argsort(expert_X, kind="stable")
+    expert_X, rank_X, pairs_X = expert_X[order_X], rank_X[order_X], pairs_X[order_X]
     expert_V, rank_V, slot_V, total_V, is_sent_V, begin_W, start_E, of_V = kernels.lay_out(
         load_E, W, expert_X, rank_X, pairs_X, held_WL
     )
@@ -187,12 +190,12 @@ def _pair_caps(problem: PlanProblem, load_E: Int, kept: float) -> tuple[Int, int
     if budget is None:
         return cap_W, memory_pairs
     tokens = -(-int(load_E.sum()) // problem.top_k)
-    for memory in problem.memory_moments:
+    for memory, reserved_W in zip(problem.memory_moments, problem.reserved, strict=True):
         each = memory.forward_pair + kept * memory.kept_pair
         rows = memory.forward_row + kept * memory.kept_row
         if each + rows == 0:
             continue
-        left_W = budget - memory.fixed - problem.reserved
+        left_W = budget - memory.fixed - reserved_W
         # Rows are at most the pairs, and at most the tokens: the weaker cap is still right.
         by_pair_W = left_W / (each + rows)
         by_token_W = (left_W - rows * tokens) / each if each > 0 else np.full(W, -1.0)

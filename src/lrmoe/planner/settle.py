@@ -142,11 +142,13 @@ def kept_caps(problem: PlanProblem, p: Placement, forward_WV: Int) -> Int:
     is_replica_V = p.instance_slot_V >= 0
     replicas_W = kernels.rank_sums(is_replica_V.astype(np.int64), p.begin_W)
     out_2CW, in_2CW = _copies(problem, p, is_replica_V)
-    available_W = budget - problem.reserved - _staging(problem.costs, out_2CW, in_2CW)
+    staging_W = _staging(problem.costs, out_2CW, in_2CW)
     caps_W = np.full(len(pairs_W), NO_LIMIT)
-    for cost in problem.memory_moments:
-        left_W = available_W - (
-            cost.fixed
+    for cost, reserved_W in zip(problem.memory_moments, problem.reserved, strict=True):
+        left_W = budget - (
+            reserved_W
+            + cost.fixed
+            + cost.staged * staging_W
             + cost.replica * replicas_W
             + cost.forward_row * rows_2W[0]
             + cost.forward_pair * pairs_W
@@ -214,13 +216,15 @@ def _predict(
     out_2CW, in_2CW = _copies(problem, p, is_replica_V & (kept_V > 0))
     staging_W = _staging(costs, out_2CW, in_2CW)
     moments_W = [
-        cost.fixed
+        reserved_W
+        + cost.fixed
+        + cost.staged * staging_W
         + cost.replica * replicas_W
         + cost.forward_row * rows_2W[0]
         + cost.forward_pair * forward_W
         + cost.kept_row * rows_2W[1]
         + cost.kept_pair * backward_W
-        for cost in problem.memory_moments
+        for cost, reserved_W in zip(problem.memory_moments, problem.reserved, strict=True)
     ]
     weights, gradient = costs.expert_bytes, costs.gradient_bytes
     sent_2CW = costs.row_bytes * crossing_2CW + weights * out_2CW
@@ -236,7 +240,7 @@ def _predict(
         backward_pairs_W=backward_W,
         sent_CW=sent_2CW.sum(0),
         received_CW=received_2CW.sum(0),
-        memory_W=np.maximum.reduce(moments_W) + staging_W + problem.reserved,
+        memory_W=np.maximum.reduce(moments_W),
         staging_W=staging_W,
     )
 
@@ -451,14 +455,15 @@ def _least_memory(problem: PlanProblem, total: int, largest_drop: int) -> int:
     W = len(problem.counts_WE)
     pairs, kept = -(-total // W), -(-(total - largest_drop) // W)
     moments = [
-        cost.fixed
+        -(-int(reserved_W.sum()) // W)
+        + cost.fixed
         + cost.forward_pair * pairs
         + cost.kept_pair * kept
         + cost.forward_row * -(-pairs // problem.top_k)
         + cost.kept_row * -(-kept // problem.top_k)
-        for cost in problem.memory_moments
+        for cost, reserved_W in zip(problem.memory_moments, problem.reserved, strict=True)
     ]
-    return max(moments) + -(-int(problem.reserved.sum()) // W)
+    return max(moments)
 
 
 def _slots(problem: PlanProblem) -> str:
