@@ -79,6 +79,7 @@ def load_tensors(checkpoint, tmp_path):
 def rows_without_times(path):
     """The rows of a step log, less what depends on the clock or on memory."""
     timed = {"tokens_per_second", "step_ms", "moe_ms", "moe_fwd_ms", "moe_bwd_ms", "memory_peak"}
+    timed |= {"plan_us", "makespan_error"}
     timed |= {"train_s", "moe_ms_total"}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]

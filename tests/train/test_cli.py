@@ -83,7 +83,8 @@ class TestRunDirectory:
         assert [row["step"] for row in rows] == [3, 6, 9, 12]
         documented = (
             "step loss tokens_per_second moe_ms moe_fwd_ms moe_bwd_ms backward_fraction score_mass "
-            "imbalance_fwd imbalance_bwd bytes_fwd bytes_bwd replicas memory_peak dead_experts"
+            "imbalance_fwd imbalance_bwd bytes_fwd bytes_bwd replicas memory_peak dead_experts "
+            "moved_weights moved_rows plan_us makespan memory_layer memory_layer_model memory_step"
         )
         for row in rows:
             assert set(documented.split()) <= row.keys()

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lrmoe.config import Recalibration
 from lrmoe.kernels.gated import Activation
 from lrmoe.layer import experts
+from lrmoe.planner import load_compiled
 from lrmoe.report import LayerReport, PairRecord
 from lrmoe.state import LayerState
 from lrmoe.step_memory import StepMemory
@@ -131,7 +132,12 @@ class Handle:
         self.set(config)
 
     def set(self, config: Recalibration) -> None:
-        """Change the settings of every layer, from its next call on."""
+        """Change the settings of every layer, from its next call on.
+
+        A placement that never ran on this machine is compiled now, which takes half a minute.
+        """
+        if config.placement != "fixed":
+            load_compiled(config.placement)
         self.config = config
         for state in self.states:
             state.config = config

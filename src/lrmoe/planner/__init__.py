@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from lrmoe.planner import quotas
@@ -26,6 +28,7 @@ __all__ = [
     "Plan",
     "PlanProblem",
     "Prediction",
+    "load_compiled",
     "plan",
 ]
 
@@ -78,6 +81,25 @@ def plan(problem: PlanProblem) -> Plan:
     if violations:
         raise infeasible(problem, placement.load_E, [violations])
     return made
+
+
+def load_compiled(placement: str) -> None:
+    """Load a policy's compiled code, or compile it where it never ran, before time matters."""
+    counts_WE = np.array([[9, 3, 2, 2], [9, 3, 2, 2]])
+    for scope, share_seed in (("local", 0), ("local", None), ("global", None)):
+        for rate in (Fraction(0), Fraction(1, 2)):
+            plan(
+                PlanProblem(
+                    counts_WE=counts_WE,
+                    past_counts_SWE=counts_WE[None],
+                    rate=rate,
+                    placement=placement,
+                    scope=scope,
+                    share_seed=share_seed,
+                    budgets=Budgets(slots=2, memory_bytes=1 << 50),
+                    costs=Costs(intra_byte=1e-6, row_bytes=1, expert_bytes=1, gradient_bytes=1),
+                )
+            )
 
 
 def _is_plain(problem: PlanProblem) -> bool:

@@ -24,6 +24,13 @@ LAYER_KEYS = (
     "bytes_fwd",
     "bytes_bwd",
     "replicas",
+    "moved_weights",
+    "moved_rows",
+    "plan_us",
+    "makespan",
+    "memory_layer",
+    "memory_layer_model",
+    "memory_step",
     "dead_experts",
 )
 # Fields of a layer's report, summed over the layers of a step.
@@ -35,6 +42,10 @@ _SUMMED = (
     "bytes_fwd",
     "bytes_bwd",
     "replicas",
+    "moved_weights",
+    "moved_rows",
+    "plan_us",
+    "makespan",
     "dead_experts",
 )
 # Fields that are ratios: averaged over the layers.
@@ -60,6 +71,8 @@ class Window:
         self.sums = dict.fromkeys((*_SUMMED, *_AVERAGED), 0.0)
         self.clock: str | None = None  # what the layers' times measure; None without reports
         self.expert_load: list[list[int]] = []
+        # Bytes of the largest layer call, the memory model's figure for it, and of all MoE layers.
+        self.memory = [0, 0, 0]
 
     def add_step(self, seconds: float, tokens: int, reports: Sequence[Any]) -> None:
         """Counts one optimizer step.
@@ -82,6 +95,11 @@ class Window:
         for name in _AVERAGED:
             self.sums[name] += sum(getattr(r, name) for r in reports) / len(reports)
         self.moe_ms += sum(r.fwd_ms + r.bwd_ms for r in reports)
+        largest = max(reports, key=lambda r: sum(r.memory.values()))
+        measured = sum(largest.memory.values())
+        if measured > self.memory[0]:
+            self.memory[:2] = measured, sum(largest.memory_model.values())
+        self.memory[2] = max(self.memory[2], *(r.memory_step for r in reports))
         load = [list(r.expert_load) for r in reports]
         if self.expert_load:
             load = [
@@ -158,8 +176,20 @@ def _layer_values(windows: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         "bytes_fwd": sum(per_step("bytes_fwd")),
         "bytes_bwd": sum(per_step("bytes_bwd")),
         "replicas": max(per_step("replicas")),
+        "moved_weights": max(per_step("moved_weights")),
+        "moved_rows": sum(per_step("moved_rows")),
+        "plan_us": max(per_step("plan_us")),
+        "makespan": max(per_step("makespan")),
+        **_memory(windows),
         "dead_experts": max(per_step("dead_experts")),
     }
+
+
+def _memory(windows: list[dict[str, Any]]) -> dict[str, int]:
+    """Of the rank that needed most in a layer call, and of the one whose layers held most."""
+    layer, model, _ = max(w["memory"] for w in windows)
+    step = max(w["memory"][2] for w in windows)
+    return {"memory_layer": layer, "memory_layer_model": model, "memory_step": step}
 
 
 def peak_memory() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
@@ -25,8 +25,13 @@ _AVERAGED = (
     "bytes_fwd",
     "bytes_bwd",
     "replicas",
+    "moved_weights",
+    "moved_rows",
+    "plan_us",
+    "makespan",
     "dead_experts",
 )
+_MEMORY = ("memory_layer", "memory_layer_model", "memory_step")
 
 
 def summarize(directory: RunDirectory, wall_s: float | None) -> dict[str, Any]:
@@ -49,10 +54,25 @@ def summarize(directory: RunDirectory, wall_s: float | None) -> dict[str, Any]:
     for name in _AVERAGED:
         values = [row[name] for row in steady if row[name] is not None]
         summary[name] = fmean(values) if values else None
+    summary["makespan_error"] = _makespan_error(steady)
+    for name in _MEMORY:
+        summary[name] = None if rows[-1][name] is None else max(row[name] for row in rows)
     summary["memory_peak"] = max(row["memory_peak"] for row in rows)
     summary["train_s"] = last.get("train_s")
     summary["wall_s"] = wall_s
     return summary
+
+
+def _makespan_error(rows: list[dict[str, Any]]) -> float | None:
+    """How far the MoE layers' measured time lies from the planner's makespan, as a median share.
+
+    The planner counts pairs; the time of a pair, the one free number, is the run's own median.
+    """
+    pairs = [(row["makespan"], row["moe_ms"]) for row in rows if row["makespan"]]
+    if not pairs:
+        return None
+    ms_per_pair = median(ms / makespan for makespan, ms in pairs)
+    return float(median(abs(ms_per_pair * makespan / ms - 1) for makespan, ms in pairs))
 
 
 def print_table(summary: dict[str, Any], directory: RunDirectory, console: Console) -> None:
@@ -74,6 +94,13 @@ def print_table(summary: dict[str, Any], directory: RunDirectory, console: Conso
         ("imbalance backward (max / mean)", "imbalance_bwd", "{:.3f}".format),
         ("payload forward, MB per step", "bytes_fwd", lambda v: f"{v / 1e6:,.2f}"),
         ("payload backward, MB per step", "bytes_bwd", lambda v: f"{v / 1e6:,.2f}"),
+        ("replicas (all layers)", "replicas", lambda v: f"{v:.1f}" if v else "0"),
+        ("expert weights moved per step", "moved_weights", "{:.1f}".format),
+        ("planning per step, ms", "plan_us", lambda v: f"{v / 1e3:.2f}"),
+        ("time off the predicted makespan", "makespan_error", "{:.1%}".format),
+        ("largest MoE layer call, MB", "memory_layer", lambda v: f"{v / 1e6:,.1f}"),
+        ("... by the memory model, MB", "memory_layer_model", lambda v: f"{v / 1e6:,.1f}"),
+        ("MoE layers at once, MB", "memory_step", lambda v: f"{v / 1e6:,.1f}"),
         ("peak memory of a rank, MB", "memory_peak", lambda v: f"{v / 1e6:,.0f}"),
         ("training time, s", "train_s", "{:.1f}".format),
         ("wall time, s", "wall_s", "{:.1f}".format),
