@@ -6,6 +6,7 @@ rows, D = model dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -154,7 +155,11 @@ def account_backward(
         [[record.rows_WW[:, exchange.rank].sum()], [announced.splits.receive_rows_W.sum()]],
         (2, exchange.num_ranks),
     )
-    model = partial(model_of, record.shape, plan, rows_2W, exchange.rank)
+    # What only may happen when a plan is made is known now.
+    moves_pairs = announced.moved_x_UD is not None
+    has_replicas = not plan.is_home_only
+    shape = replace(record.shape, moves_pairs=moves_pairs, has_replicas=has_replicas)
+    model = partial(model_of, shape, plan, rows_2W, exchange.rank)
     tally.hold([record.forward_moment, (early, others), (late, others)], model)
 
 

@@ -33,7 +33,7 @@ def local_experts(
     plan = record.plan
     needed_V = pairs_WV.sum(0) > 0
     if record.config.budget.memory is not None:
-        SLOTS.shrink(num_local_replicas(plan, exchange))
+        SLOTS.shrink(num_local_replicas(plan, exchange), record.id)
     if plan.is_home_only or not replicas_needed(plan, needed_V):
         return compute.Experts(home=home, replicas=None, act=act)
     arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)
@@ -69,6 +69,7 @@ def kept_pairs(
     order = announced.order(plan, exchange.rank)
     rows = groups(order, announced.kept_WV, plan, exchange)
     in_order_P = _arange(announced.row_P)
+    num_rows = int(announced.splits.receive_rows_W.sum())
     if row_R is None:
         x_row_P, gate_up_row_P = announced.row_P, in_order_P
     elif announced.moved_x_UD is None:
@@ -76,24 +77,25 @@ def kept_pairs(
         gate_up_row_P = announced.forward_P
     else:
         assert announced.moved_row_P is not None
-        is_moved_P = announced.forward_P < 0
-        forward_P = announced.forward_P.clamp(min=0)
-        stayed_row_P = row_R[forward_P] if len(row_R) else announced.moved_row_P
-        x_row_P = torch.where(is_moved_P, announced.moved_row_P + len(x_UD), stayed_row_P)
-        x_row_P = x_row_P.to(torch.int32)
-        x_UD = torch.cat([x_UD, announced.moved_x_UD])
-        gate_up_row_P = forward_P
+        moved_M = (announced.forward_P < 0).nonzero().squeeze(1)  # device sync
+        # What moved here came with its input; the others' rows are copied beside it.
+        x_row_P = announced.forward_P.clamp(min=0)
+        x_row_P = row_R[x_row_P] if len(row_R) else torch.zeros_like(x_row_P)
+        moved_row_M = announced.moved_row_P[moved_M]
+        x_row_P = x_row_P.index_copy(0, moved_M, moved_row_M + len(x_UD))
+        source_U = x_row_P.new_zeros(num_rows).index_copy_(0, announced.row_P.long(), x_row_P)
+        x_UD = _from_both(x_UD, announced.moved_x_UD, source_U)
+        x_row_P, gate_up_row_P = announced.row_P, in_order_P
         if gate_up_R2F is not None:
-            moved_M = is_moved_P.nonzero().squeeze(1)  # device sync
             moved = compute.Groups(
                 offsets_e=_count_through(moved_M, rows.offsets_e),
                 home_rows=int((moved_M < rows.home_rows).sum()),
             )
             moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
-            gate_up_row_P = gate_up_row_P.index_copy(
+            source_P = announced.forward_P.index_copy(
                 0, moved_M, len(gate_up_R2F) + _arange(moved_M)
             )
-            gate_up_R2F = torch.cat([gate_up_R2F, moved_gate_up])
+            gate_up_R2F = _from_both(gate_up_R2F, moved_gate_up, source_P)
     kept = compute.KeptPairs(
         row_P=announced.row_P,
         x_row_P=x_row_P,
@@ -102,6 +104,18 @@ def kept_pairs(
         groups=rows,
     )
     return kept, x_UD, gate_up_R2F
+
+
+def _from_both(
+    first_RA: torch.Tensor, second_MA: torch.Tensor, row_P: torch.Tensor
+) -> torch.Tensor:
+    """Rows of two tensors laid end to end, without laying them end to end."""
+    picked_PA = first_RA.new_empty(len(row_P), first_RA.shape[1])
+    if len(first_RA):
+        torch.index_select(first_RA, 0, row_P.clamp(max=len(first_RA) - 1), out=picked_PA)
+    second_n = (row_P >= len(first_RA)).nonzero().squeeze(1)  # device sync
+    picked_PA.index_copy_(0, second_n, second_MA[row_P[second_n] - len(first_RA)])
+    return picked_PA
 
 
 def _count_through(row_M: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,6 @@ def choose_pairs(
     if plan.quota_WE is None:
         return _choose_at_home(score_N, call, exchange, generator)
     assert plan.backward_WV is not None
-    share_V = plan.share_probability(rank)
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
     if forward_N is not None and plan.keeps_strata:
         # Drawn from the pairs at each instance, so that none moves.
@@ -68,16 +67,16 @@ def choose_pairs(
             score_N[pair_M],
             plan.forward_WV[rank],
             plan.backward_WV[rank],
-            share_V,
+            plan.share_probability(rank),
             config,
             generator,
         )
         kept_P, order_P = pair_M[chosen.kept_P].sort()
         return Selection(kept_P=kept_P, weight_P=chosen.weight_P[order_P])
-    if plan.share_probability_WE is not None:
-        share_V = plan.share_probability_WE[rank]
+    share_WE = plan.share_probability_WE
+    share_E = None if share_WE is None else share_WE[rank]
     counts_E, quota_E = call.counts_WE[rank], plan.quota_WE[rank]
-    chosen = _select(score_N, counts_E, quota_E, share_V, config, generator)
+    chosen = _select(score_N, counts_E, quota_E, share_E, config, generator)
     if forward_N is None:
         return chosen
     return _rerouted(

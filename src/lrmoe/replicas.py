@@ -106,12 +106,17 @@ class Slots:
         ]
         return Arriving(gate_up, down, routes, pending, in_order=in_order)
 
-    def shrink(self, num_slots: int) -> None:
-        """Give back buffers with more slots than this."""
+    def shrink(self, num_slots: int, call: object) -> None:
+        """Give back buffers with more slots than this call needs; every rank calls it.
+
+        What another call left is forgotten on all ranks, also where no buffer is given back: they
+        must agree on what is still held.
+        """
         for key, buffers in list(self._buffers.items()):
+            if self._holds.get(key, (call,))[0] != call:
+                del self._holds[key]
             if len(buffers[0]) > num_slots:
                 del self._buffers[key]
-                self._holds.pop(key, None)
 
     def nbytes(self) -> int:
         """Bytes of all slot buffers of this process."""

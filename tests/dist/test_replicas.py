@@ -4,6 +4,7 @@ Placements, forward splits and capacities are random here, so that no policy's h
 Shape letters: W ranks, E experts, V instances.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import lrmoe.state
 from lrmoe import Budget, LayerState, Recalibration, experts
 from lrmoe import planner as planners
+from lrmoe.dispatch import local_instances
+from lrmoe.replicas import Slots
 from tests.dist.test_layer import Job, local, make_job, union
 from tests.layers import TENSORS, TOLERANCE, oracle_gradients, run_layer
 from tests.models import relative_error
@@ -226,6 +229,55 @@ def test_layers_share_the_slots_and_a_step_in_between_is_refused():
     for i, tensor in enumerate(want):
         parts = torch.cat([rank[i] for rank in got])
         assert relative_error(parts, tensor) < 1e-10, i
+
+
+def _compared_slots(rank, world_size, job):
+    """How often a replica's weights were used, and how often they were not bit-equal to home's."""
+    lrmoe.state.plan = partial(random_plan, seed=1, moves=True)
+    case = local(job.cases[rank], rank, world_size)
+    whole = [job.cases[0].gate_up, 1.5 * job.cases[0].gate_up]  # of all experts, by layer
+    found = Counter()
+    real_send = Slots.send
+
+    def send(self, plan, exchange, home, needed_V, call):
+        arriving = real_send(self, plan, exchange, home, needed_V, call)
+        mine = slice(rank * len(home.gate_up_e2FD), (rank + 1) * len(home.gate_up_e2FD))
+        (gate_up,) = (w for w in whole if torch.equal(w[mine], home.gate_up_e2FD))
+        here = local_instances(plan, rank)
+        experts_s = plan.instance_expert_V[here][len(home.gate_up_e2FD) :]
+        needed_s = needed_V[here][len(home.gate_up_e2FD) :]
+
+        class Compared(type(arriving)):
+            def __call__(self):
+                slots = super().__call__()
+                for slot, (expert, needed) in enumerate(zip(experts_s, needed_s, strict=True)):
+                    if needed:
+                        equal = torch.equal(slots.gate_up_e2FD[slot], gate_up[expert])
+                        found["equal" if equal else "different"] += 1
+                return slots
+
+        arriving.__class__ = Compared
+        return arriving
+
+    Slots.send = send
+    hidden = case.x.clone().requires_grad_()
+    states = [LayerState(job.config, layer) for layer in (0, 1)]
+    for state, scale in zip(states, (1, 1.5), strict=True):
+        weights = [(scale * t).requires_grad_() for t in (case.gate_up, case.down)]
+        hidden = hidden + experts(
+            hidden, case.expert, case.p, *weights, group=dist.group.WORLD, state=state
+        )
+    forward = found.total()
+    hidden.backward(case.grad)
+    return forward, found.total(), found["different"]
+
+
+def test_replicas_are_bit_equal_to_home_in_both_passes_though_layers_share_the_slots():
+    job = make_job((11, 14), Recalibration(rate=0.0), num_experts=8, dtype=torch.float32, top_k=3)
+    ranks = run_ranks(_compared_slots, 2, job)
+    assert sum(forward for forward, _, _ in ranks) > 0
+    assert all(both > forward for forward, both, _ in ranks if forward)
+    assert all(different == 0 for *_, different in ranks)
 
 
 def test_random_plans_are_legal():

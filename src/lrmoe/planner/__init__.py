@@ -120,7 +120,9 @@ def _plain(problem: PlanProblem) -> Plan:
     quota_E = quotas.rate_quotas(counts_WE.sum(0), problem.rate)
     quota_WE = probability_WE = None
     if problem.scope == "local":
-        if problem.share_seed is None:
+        if problem.rate == 0:
+            quota_WE = counts_WE
+        elif problem.share_seed is None:
             quota_WE = quotas.apportion(counts_WE, quota_E)
         else:
             quota_WE, probability_WE = quotas.apportion_randomly(
