@@ -47,6 +47,7 @@ def train(arguments: Sequence[str]) -> int:
     from lrmoe.training.run_dir import default_run_dir
 
     json_file, arguments = _take_json(arguments)
+    arguments = ["--trace_pairs=true" if a == "--trace-pairs" else a for a in arguments]
     settings = parsing.parse(arguments)
     if settings is None:
         return 0

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -60,6 +60,16 @@ class CallRecord:
     was_replayed: bool = False
 
 
+class CallRecorder(Protocol):
+    """Who wants to know of every differentiable call (:mod:`lrmoe.cluster.trace`)."""
+
+    def add_call(self, layer: int, call: CallRecord, rank_in_group: int) -> None:
+        """A call was planned."""
+
+    def add_pairs(self, layer: int, call: CallRecord, score_TK: torch.Tensor) -> None:
+        """The LRM of its pairs is known."""
+
+
 class LayerState:
     """Settings and memory of one MoE layer; framework-free programs keep one per layer.
 
@@ -79,6 +89,7 @@ class LayerState:
         self.tally = Tally(layer)
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
+        self.recorder: CallRecorder | None = None
         self._calls: weakref.WeakValueDictionary[int, CallRecord] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
@@ -136,7 +147,7 @@ class LayerState:
         needs = is_differentiable + 2 * needs_x + 4 * needs_p
         counts_WE, rows_WW = _gather_counts(exchange, top_k_index_TK, pairs, num_experts, needs)
         started = time.perf_counter()
-        plan_ = plan(self._problem(counts_WE, is_differentiable, exchange))
+        plan_ = plan(self.problem(counts_WE, is_differentiable, exchange.group_key))
         plan_us = (time.perf_counter() - started) * 1e6
         if not plan_.is_home_only:
             rows_WW = _gather_rows(exchange, plan_, top_k_index_TK, pairs)
@@ -160,6 +171,8 @@ class LayerState:
                 self.past_counts.append(counts_WE)
             self._calls[record.id] = record
             self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
+            if self.recorder is not None:
+                self.recorder.add_call(self.layer, record, exchange.rank)
         return record
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +201,12 @@ class LayerState:
         self.__init__(values["config"], values["layer"])  # type: ignore[misc]
         self.load_state_dict(values)
 
-    def _problem(self, counts_WE: Int, is_differentiable: bool, exchange: Exchange) -> PlanProblem:
+    def problem(self, counts_WE: Int, is_differentiable: bool, group_key: int) -> PlanProblem:
+        """What the next call plans from: counts, settings and history.
+
+        Args:
+            group_key: first global rank of the expert-parallel group.
+        """
         config = self.config
         rate = config.rate_at(self.step if is_differentiable else 0)
         needs_random_shares = config.is_unbiased and config.effective_scope == "local"
@@ -205,7 +223,7 @@ class LayerState:
             past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
             share_seed=(
-                self._key(config, "share", self.step, self.micro_batch, exchange.group_key)
+                self._key(config, "share", self.step, self.micro_batch, group_key)
                 if needs_random_shares
                 else None
             ),

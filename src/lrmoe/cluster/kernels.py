@@ -1,0 +1,122 @@
+# mypy: ignore-errors
+"""Counts and expected token rows of many layer calls, compiled by numba.
+
+Shape letters: C = layer calls, W = ranks, E = experts, V = instances (rank-major), K = top-k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_jit = njit(cache=True, error_model="numpy")
+_NEWTON = 60
+_LARGEST_POWER = 16.0
+
+
+@_jit
+def inclusion_into(log_E, power, top_k, start, pi_E):
+    """``1 - exp(-exp(u + power log_E))`` with u such that the sum is ``top_k``; returns u.
+
+    The sum is increasing in u; Newton steps, kept inside a bracket that each of them narrows.
+    """
+    E = len(log_E)
+    low, high = -745.0, 745.0
+    top = -np.inf
+    for e in range(E):
+        top = max(top, power * log_E[e])
+    u = start
+    for _ in range(_NEWTON):
+        total, slope = 0.0, 0.0
+        for e in range(E):
+            x = np.exp(min(u + power * log_E[e] - top, 700.0))
+            kept = np.exp(-x)
+            total += 1.0 - kept
+            slope += x * kept
+        if total < top_k:
+            low = u
+        else:
+            high = u
+        if abs(total - top_k) < 1e-10 * top_k:
+            break
+        step = (top_k - total) / slope if slope > 0 else np.inf
+        u = u + step if low < u + step < high else (low + high) / 2
+    total = 0.0
+    for e in range(E):
+        pi_E[e] = -np.expm1(-np.exp(min(u + power * log_E[e] - top, 700.0)))
+        total += pi_E[e]
+    for e in range(E):
+        pi_E[e] = min(1.0, pi_E[e] * top_k / total)
+    return u
+
+
+@_jit
+def rescale(log_CE, ranks, top_k, imbalance):
+    """Inclusion probabilities of the powers of each call's weights that have this rank imbalance.
+
+    The batched form of :func:`lrmoe.planner.workloads.rescaled`.
+    """
+    C, E = log_CE.shape
+    pi_CE = np.empty((C, E))
+    load_W = np.empty(ranks)
+    limit = imbalance * top_k / ranks
+    for c in range(C):
+        low, high, u = 0.0, _LARGEST_POWER, 0.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            u = inclusion_into(log_CE[c], middle, top_k, u, pi_CE[c])
+            load_W[:] = 0.0
+            for e in range(E):
+                load_W[e * ranks // E] += pi_CE[c, e]
+            if load_W.max() < limit:
+                low = middle
+            else:
+                high = middle
+        inclusion_into(log_CE[c], high, top_k, u, pi_CE[c])
+    return pi_CE
+
+
+@_jit
+def expected_rows(forward_WV, backward_WV, tokens_W, begin_W, top_k, node_size):
+    """Token rows by rank, in both passes: received, sent and received over each class of link.
+
+    A token goes once to a rank that computes any of its pairs. With ``m`` pairs of a source's
+    ``T`` tokens on a rank, ``K`` draws miss the rank with probability ``(1 - m / (T K))^K``; that
+    the pairs of one expert are of different tokens lowers it by ``prod_v (1 - n_v / T) /
+    exp(-m / T)``. Both are exact for one expert, and the product is the Poisson approximation of
+    drawing K different experts. At most one row per pair and per token, at least the largest
+    instance's pairs.
+    """
+    W = len(tokens_W)
+    received_2W = np.zeros((2, W))
+    sent_2CW, arrived_2CW = np.zeros((2, 2, W)), np.zeros((2, 2, W))
+    for s in range(W):
+        T = tokens_W[s]
+        if T == 0:
+            continue
+        for r in range(W):
+            c = 0 if s // node_size == r // node_size else 1
+            limit = float(T)
+            for b in range(2):
+                pairs, largest, log_miss = 0, 0, 0.0
+                for v in range(begin_W[r], begin_W[r + 1]):
+                    n = backward_WV[s, v] if b else forward_WV[s, v]
+                    if n:
+                        pairs += n
+                        largest = max(largest, n)
+                        if n < T:
+                            log_miss += np.log1p(-n / T)
+                if pairs == 0:
+                    continue
+                m = pairs / T
+                rows = float(T)
+                if largest < T and m < top_k:
+                    rows = T * -np.expm1(log_miss + m + top_k * np.log1p(-m / top_k))
+                rows = min(max(rows, float(largest)), min(float(pairs), limit))
+                if b == 0:
+                    limit = rows
+                received_2W[b, r] += rows
+                if s != r:
+                    sent_2CW[b, c, s] += rows
+                    arrived_2CW[b, c, r] += rows
+    return received_2W, sent_2CW, arrived_2CW
