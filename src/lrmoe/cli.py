@@ -108,6 +108,10 @@ def _in_module(name: str) -> Callable[[Sequence[str]], int]:
 # Command -> function of its arguments, and a line for the help.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train or fine-tune an MoE model under expert parallelism"),
+    "replay": (
+        _in_module("lrmoe.cluster.command"),
+        "simulated: routing through policies and rates",
+    ),
     "bench": (_in_module("lrmoe.bench"), "timings beside the peers that run on this machine"),
     "check": (_in_module("lrmoe.check"), "environment, versions, and a parity self-check"),
     "report": (report, "one HTML page that compares run directories"),

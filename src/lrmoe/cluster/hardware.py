@@ -42,8 +42,6 @@ class Hardware:
     """Sent, and at the same time received, by a rank inside its node."""
     inter_bytes_per_s: float
     collective_s: float
-    exposed_plan_s: float
-    """Of a plan that needs the counts of its own call."""
 
     def __post_init__(self) -> None:
         if self.clock not in CLOCKS:

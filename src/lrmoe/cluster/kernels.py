@@ -78,7 +78,7 @@ def rescale(log_CE, ranks, top_k, imbalance):
 
 @_jit
 def expected_rows(forward_WV, backward_WV, tokens_W, begin_W, top_k, node_size):
-    """Token rows by rank, in both passes: received, sent and received over each class of link.
+    """Token rows and pairs by rank, in both passes.
 
     A token goes once to a rank that computes any of its pairs. With ``m`` pairs of a source's
     ``T`` tokens on a rank, ``K`` draws miss the rank with probability ``(1 - m / (T K))^K``; that
@@ -86,10 +86,15 @@ def expected_rows(forward_WV, backward_WV, tokens_W, begin_W, top_k, node_size):
     exp(-m / T)``. Both are exact for one expert, and the product is the Poisson approximation of
     drawing K different experts. At most one row per pair and per token, at least the largest
     instance's pairs.
+
+    Returns:
+        Rows received by each rank and sent by each source, its own included, [2, W] each; rows and
+        pairs of other ranks sent by sources, and arriving at computing ranks, over each class of
+        link, [2 (rows, pairs), 2 (pass), C, W] each.
     """
     W = len(tokens_W)
-    received_2W = np.zeros((2, W))
-    sent_2CW, arrived_2CW = np.zeros((2, 2, W)), np.zeros((2, 2, W))
+    received_2W, source_2W = np.zeros((2, W)), np.zeros((2, W))
+    sent, arrived = np.zeros((2, 2, 2, W)), np.zeros((2, 2, 2, W))
     for s in range(W):
         T = tokens_W[s]
         if T == 0:
@@ -116,7 +121,40 @@ def expected_rows(forward_WV, backward_WV, tokens_W, begin_W, top_k, node_size):
                 if b == 0:
                     limit = rows
                 received_2W[b, r] += rows
+                source_2W[b, s] += rows
                 if s != r:
-                    sent_2CW[b, c, s] += rows
-                    arrived_2CW[b, c, r] += rows
-    return received_2W, sent_2CW, arrived_2CW
+                    sent[0, b, c, s] += rows
+                    arrived[0, b, c, r] += rows
+                    sent[1, b, c, s] += pairs
+                    arrived[1, b, c, r] += pairs
+    return received_2W, source_2W, sent, arrived
+
+
+@_jit
+def count_rows(rows_2WW, pairs_2WW, node_size):
+    """What :func:`expected_rows` returns, from rows and pairs that are known."""
+    W = rows_2WW.shape[1]
+    received_2W, source_2W = np.zeros((2, W)), np.zeros((2, W))
+    sent, arrived = np.zeros((2, 2, 2, W)), np.zeros((2, 2, 2, W))
+    for b in range(2):
+        for s in range(W):
+            for r in range(W):
+                received_2W[b, r] += rows_2WW[b, s, r]
+                source_2W[b, s] += rows_2WW[b, s, r]
+                if s != r:
+                    c = 0 if s // node_size == r // node_size else 1
+                    sent[0, b, c, s] += rows_2WW[b, s, r]
+                    arrived[0, b, c, r] += rows_2WW[b, s, r]
+                    sent[1, b, c, s] += pairs_2WW[b, s, r]
+                    arrived[1, b, c, r] += pairs_2WW[b, s, r]
+    return received_2W, source_2W, sent, arrived
+
+
+@_jit
+def group_times(pairs_V, is_replica_V, rank_V, W, group_s, pair_s):
+    """Seconds of the grouped GEMMs on each rank, of home experts and of replicas, [2, W]."""
+    time_2W = np.zeros((2, W))
+    for v in range(len(pairs_V)):
+        if pairs_V[v]:
+            time_2W[1 if is_replica_V[v] else 0, rank_V[v]] += group_s + pair_s * pairs_V[v]
+    return time_2W
