@@ -239,7 +239,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fits": lambda row: f"{row['effective_throughput']:.0%}",
 }
 _NOTES = (
-    "Simulated: the planner of training, a modelled clock (lrmoe.cluster.cost). Means of layer calls;",
+    "Simulated: the planner of training, a modelled clock (lrmoe.cluster.cost). Means of calls;",
     "planning is measured on this machine. replicas: over all ranks. GiB: placement, replicas and",
     "token buffers of one layer call on the fullest rank. fits: share of the batch that fits it.",
 )

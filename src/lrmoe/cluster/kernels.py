@@ -99,24 +99,25 @@ def expected_rows(forward_WV, backward_WV, tokens_W, begin_W, top_k, node_size):
         T = tokens_W[s]
         if T == 0:
             continue
+        inverse = 1.0 / T
         for r in range(W):
             c = 0 if s // node_size == r // node_size else 1
             limit = float(T)
             for b in range(2):
-                pairs, largest, log_miss = 0, 0, 0.0
+                pairs, largest, miss = 0, 0, 1.0
                 for v in range(begin_W[r], begin_W[r + 1]):
                     n = backward_WV[s, v] if b else forward_WV[s, v]
-                    if n:
-                        pairs += n
-                        largest = max(largest, n)
-                        if n < T:
-                            log_miss += np.log1p(-n / T)
+                    pairs += n
+                    largest = max(largest, n)
+                    miss *= 1.0 - n * inverse
                 if pairs == 0:
                     continue
-                m = pairs / T
+                m = pairs * inverse
                 rows = float(T)
                 if largest < T and m < top_k:
-                    rows = T * -np.expm1(log_miss + m + top_k * np.log1p(-m / top_k))
+                    for _ in range(top_k):
+                        miss *= 1.0 - m / top_k
+                    rows = T * (1.0 - miss * np.exp(m))
                 rows = min(max(rows, float(largest)), min(float(pairs), limit))
                 if b == 0:
                     limit = rows
@@ -158,3 +159,30 @@ def group_times(pairs_V, is_replica_V, rank_V, W, group_s, pair_s):
         if pairs_V[v]:
             time_2W[1 if is_replica_V[v] else 0, rank_V[v]] += group_s + pair_s * pairs_V[v]
     return time_2W
+
+
+@_jit
+def counts_of_gaps(in_gap_CWE, sorted_CE, turns_CE, order_CE, tokens_W):
+    """Starts in the gaps between the experts' ends -> pairs of every expert, [C, W, E].
+
+    Args:
+        in_gap_CWE: starts before the first end, then between the ends in ascending order.
+        sorted_CE: which of the experts, in their random order, has the i-th smallest end.
+        turns_CE: whole turns before each expert's end, in the random order.
+        order_CE: expert at each place of the random order.
+    """
+    C, W = in_gap_CWE.shape[:2]
+    E = order_CE.shape[1]
+    counts_CWE = np.empty((C, W, E), np.int64)
+    below_E = np.empty(E, np.int64)
+    for c in range(C):
+        for w in range(W):
+            below = 0
+            for i in range(E):
+                below += in_gap_CWE[c, w, i]
+                place = sorted_CE[c, i]
+                below_E[place] = below + turns_CE[c, place] * tokens_W[w]
+            for place in range(E):
+                before = below_E[place - 1] if place else 0
+                counts_CWE[c, w, order_CE[c, place]] = below_E[place] - before
+    return counts_CWE

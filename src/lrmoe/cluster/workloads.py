@@ -185,12 +185,7 @@ def _draw(pi_CE: Float, tokens_W: Int, top_k: int, rng: np.random.Generator) -> 
     gaps_CE = np.maximum(gaps_CE, 0.0)
     gaps_CE /= gaps_CE.sum(1, keepdims=True)
     in_gap_CWE = rng.multinomial(tokens_W[None, :], gaps_CE[:, None, :])
-    before_CWE = in_gap_CWE.cumsum(2)[:, :, :-1]
-    # Starts below each expert's end, counted over all turns.
-    rank_CE = np.argsort(sorted_CE, axis=1)
-    below_CWE = np.take_along_axis(before_CWE, rank_CE[:, None, :], 2)
-    below_CWE = below_CWE + turns_CE.astype(np.int64)[:, None, :] * tokens_W[None, :, None]
-    drawn_CWE = np.diff(below_CWE, axis=2, prepend=0)
-    place_of_CE = np.argsort(order_CE, axis=1)
-    counts_CWE: Int = np.take_along_axis(drawn_CWE, place_of_CE[:, None, :], 2)
+    counts_CWE: Int = kernels.counts_of_gaps(
+        in_gap_CWE, sorted_CE, turns_CE.astype(np.int64), order_CE, tokens_W
+    )
     return counts_CWE

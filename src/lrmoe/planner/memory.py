@@ -197,15 +197,19 @@ def memory_items(
             in a layer call. ``None``: the planner's bound, at most one row per pair, and per token.
     """
     W = shape.ranks
-    on_rank_VW = (plan.instance_rank_V[:, None] == np.arange(W)[None, :]).astype(np.int64)
     kept_V = plan.backward_V
     if kept_V is None:
         kept_V = plan.quota_E[plan.instance_expert_V]
-    pairs_W, kept_W = plan.forward_WV.sum(0) @ on_rank_VW, kept_V @ on_rank_VW
+
+    def by_rank(values_V: Int) -> Int:
+        summed_W: Int = np.bincount(plan.instance_rank_V, values_V, W).astype(np.int64)
+        return summed_W
+
+    pairs_W, kept_W = by_rank(plan.forward_WV.sum(0)), by_rank(kept_V)
     if rows_2W is None:
-        rows_2W = _row_bounds(shape, plan, on_rank_VW, kept_V)
+        rows_2W = _row_bounds(shape, plan, kept_V)
     home_W = np.diff((np.arange(W + 1) * shape.experts + W - 1) // W)
-    replicas_W = plan.is_replica.astype(np.int64) @ on_rank_VW
+    replicas_W = by_rank(plan.is_replica)
     saved_rows_W = rows_2W[1] if shape.draw == "forward" else rows_2W[0]
     saved_pairs_W = kept_W if shape.draw == "forward" else pairs_W
     if staging_W is None:
@@ -227,8 +231,10 @@ def memory_items(
     )
 
 
-def _row_bounds(shape: LayerShape, plan: Plan, on_rank_VW: Int, kept_V: Int) -> Int:
+def _row_bounds(shape: LayerShape, plan: Plan, kept_V: Int) -> Int:
     """Rows received by each rank in both passes: at most one per pair, and one per token."""
+    ranks_W = np.arange(shape.ranks)
+    on_rank_VW = (plan.instance_rank_V[:, None] == ranks_W[None, :]).astype(np.int64)
     total_V = np.maximum(plan.forward_WV.sum(0), 1)
     kept_WV = plan.backward_WV
     if kept_WV is None:
