@@ -46,6 +46,10 @@ class TraceInfo:
     ep_size: int
     experts: int
     top_k: int
+    hidden: int = 0
+    """Model dim, expert width and bytes of a value, 0 where unknown; they only size the rows."""
+    ffn: int = 0
+    dtype_bytes: int = 0
     has_pairs: bool = False
     source: str = "lrmoe train"
     settings: dict[str, Any] = field(default_factory=dict)

@@ -209,7 +209,7 @@ def memory_items(
     if rows_2W is None:
         rows_2W = _row_bounds(shape, plan, kept_V)
     home_W = np.diff((np.arange(W + 1) * shape.experts + W - 1) // W)
-    replicas_W = by_rank(plan.is_replica)
+    replicas_W = by_rank(plan.is_replica.astype(np.int64))
     saved_rows_W = rows_2W[1] if shape.draw == "forward" else rows_2W[0]
     saved_pairs_W = kept_W if shape.draw == "forward" else pairs_W
     if staging_W is None:

@@ -229,6 +229,9 @@ def _traced(job: _Job, model_config: Any, handle: Any) -> Iterator[None]:
         ep_size=settings.parallel.ep_size or 1,
         experts=num_experts(model_config),
         top_k=model_config.num_experts_per_tok,
+        hidden=model_config.hidden_size,
+        ffn=model_config.moe_intermediate_size,
+        dtype_bytes=2 if settings.training.bf16 or settings.model.dtype == "bfloat16" else 4,
         has_pairs=settings.trace_pairs,
         settings=settings.recalibration.to_dict(),
     )
