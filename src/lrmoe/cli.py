@@ -108,6 +108,7 @@ def _in_module(name: str) -> Callable[[Sequence[str]], int]:
 # Command -> function of its arguments, and a line for the help.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train or fine-tune an MoE model under expert parallelism"),
+    "plan": (_in_module("lrmoe.cluster.fit"), "does a training job fit its GPUs, and at which C"),
     "replay": (
         _in_module("lrmoe.cluster.command"),
         "simulated: routing through policies and rates",
