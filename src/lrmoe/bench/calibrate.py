@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -103,6 +103,8 @@ class Case:
     policy: str
     rate: float
     slots: int
+    repeat: int = 0
+    """Several measurements of one case show what a difference means."""
 
     def config(self) -> Recalibration:
         """The layer's settings."""
@@ -166,9 +168,10 @@ def fitting_cases() -> list[Case]:
 
 
 def validation_cases(settings: Calibration) -> list[Case]:
-    """The calls that are predicted."""
+    """The calls that are predicted; ``fixed`` twice, to see the noise."""
     return [
         Case(
+            repeat=repeat,
             ranks=ranks,
             tokens=settings.tokens,
             experts=settings.experts,
@@ -182,6 +185,7 @@ def validation_cases(settings: Calibration) -> list[Case]:
         for ranks, workload, policy, rate in itertools.product(
             settings.ranks, settings.workloads, settings.policies, settings.rates
         )
+        for repeat in range(2 if policy == "fixed" else 1)
     ]
 
 
@@ -207,7 +211,14 @@ def _rank_main(
         "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=W,
         timeout=_TIMEOUT,
     )  # fmt: skip
-    mine = np.stack([_time_case(settings, Case(**case), rank) for case in cases])
+    timers = [_Timer(settings, Case(**case), rank) for case in cases]
+    mine = np.empty((len(cases), settings.rounds, 2))
+    # Every round times every case, so that what slows the machine for a while slows all of them.
+    for i in range(-1, settings.rounds):
+        for n, timer in enumerate(timers):
+            passes = timer.once()
+            if i >= 0:
+                mine[n, i] = passes
     everywhere = [mine] * W
     dist.all_gather_object(everywhere, mine)
     if rank == 0:
@@ -216,37 +227,44 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _time_case(settings: Calibration, case: Case, rank: int) -> Float:
-    """CPU seconds of this rank, [R, 2]."""
-    D, F, e = settings.hidden, settings.ffn, case.experts // case.ranks
-    generator = torch.Generator().manual_seed(settings.seed * case.ranks + rank)
-    gate_up = torch.randn(e, 2 * F, D, generator=generator).mul_(D**-0.5).requires_grad_()
-    down = torch.randn(e, D, F, generator=generator).mul_(F**-0.5).requires_grad_()
-    state = LayerState(case.config())
-    routings = case.routings(settings.seed)
-    inputs = []
-    for routing in routings:
-        T = len(routing[rank])
-        x, p = torch.randn(T, D, generator=generator), torch.rand(T, case.top_k)
-        inputs.append((x.requires_grad_(), routing[rank], p.requires_grad_()))
-    times = np.empty((settings.rounds, 2))
-    for i in range(-1, settings.rounds):
-        for x, ids, p in inputs:  # the last one is timed, the first is its history
+class _Timer:
+    """One case on this rank. Cases share weights and inputs of the same size."""
+
+    _shared: ClassVar[dict[tuple[int, ...], torch.Tensor]] = {}
+
+    def __init__(self, settings: Calibration, case: Case, rank: int) -> None:
+        D, F, e = settings.hidden, settings.ffn, case.experts // case.ranks
+        self.weights = (self._normal(e, 2 * F, D), self._normal(e, D, F))
+        self.state = LayerState(case.config())
+        self.inputs = []
+        for routing in case.routings(settings.seed):
+            T = len(routing[rank])
+            self.inputs.append((self._normal(T, D), routing[rank], self._normal(T, case.top_k)))
+
+    def _normal(self, *size: int) -> torch.Tensor:
+        if size not in self._shared:
+            generator = torch.Generator().manual_seed(sum(size))
+            values = torch.randn(*size, generator=generator) * size[-1] ** -0.5
+            self._shared[size] = values.requires_grad_()
+        return self._shared[size]
+
+    def once(self) -> tuple[float, float]:
+        """CPU seconds of the passes of the timed call, after the call that is its history."""
+        forward = backward = 0.0
+        for x, ids, p in self.inputs:
             dist.barrier()
             start = time.process_time()
-            y = lrmoe.experts(x, ids, p, gate_up, down, group=dist.group.WORLD, state=state)
+            y = lrmoe.experts(x, ids, p, *self.weights, group=dist.group.WORLD, state=self.state)
             forward = time.process_time() - start
             gradient = torch.ones_like(y)
             dist.barrier()
             start = time.process_time()
             y.backward(gradient)  # type: ignore[no-untyped-call]
             backward = time.process_time() - start
-            for leaf in (x, p, gate_up, down):
+            for leaf in (x, p, *self.weights):
                 leaf.grad = None
-        state.finish_step()
-        if i >= 0:
-            times[i] = forward, backward
-    return times
+        self.state.finish_step()
+        return forward, backward
 
 
 def predict(hardware: Hardware, settings: Calibration, case: Case) -> tuple[PassTimes, PassTimes]:
@@ -351,33 +369,38 @@ def compare(
 def orders(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How often two policies of one workload, rate and pass come out in the measured order.
 
-    Of the slowest rank's time; only pairs of policies whose ranges from 20th to 80th percentile do
-    not overlap.
+    By the slowest rank. Only pairs whose measured gap is larger than the largest one between two
+    measurements of the same policy.
     """
-    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[str, int], tuple[float, float]]] = {}
     for row in rows:
         key = (row["ranks"], row["workload"], row["rate"], row["phase"])
         slowest = groups.setdefault(key, {})
-        best = slowest.get(row["policy"])
-        mine = {
-            "predicted": row["predicted_ms"],
-            "low": row["measured_p20_ms"],
-            "high": row["measured_p80_ms"],
-        }
-        if best is not None:
-            mine = {name: max(best[name], mine[name]) for name in mine}
-        slowest[row["policy"]] = mine
+        arm = (row["policy"], row["repeat"])
+        predicted, measured = slowest.get(arm, (0.0, 0.0))
+        slowest[arm] = (max(predicted, row["predicted_ms"]), max(measured, row["measured_ms"]))
+    noise = max(
+        (
+            abs(of_arms[policy, 0][1] / of_arms[policy, 1][1] - 1)
+            for of_arms in groups.values()
+            for policy, repeat in of_arms
+            if repeat
+        ),
+        default=0.0,
+    )
     clear = right = 0
     wrong = []
-    for key, policies in groups.items():
-        for (a, of_a), (b, of_b) in itertools.combinations(policies.items(), 2):
-            if of_a["high"] < of_b["low"] or of_b["high"] < of_a["low"]:
-                clear += 1
-                agrees = (of_a["high"] < of_b["low"]) == (of_a["predicted"] < of_b["predicted"])
-                right += agrees
-                if not agrees:
-                    wrong.append([*key, a, b])
-    return {"clear_pairs": clear, "right_pairs": right, "wrong": wrong}
+    for key, of_arms in groups.items():
+        once = {policy: times for (policy, repeat), times in of_arms.items() if not repeat}
+        for (a, of_a), (b, of_b) in itertools.combinations(once.items(), 2):
+            if max(of_a[1] / of_b[1], of_b[1] / of_a[1]) - 1 <= noise:
+                continue
+            clear += 1
+            if (of_a[1] < of_b[1]) == (of_a[0] < of_b[0]):
+                right += 1
+            else:
+                wrong.append([*key, a, b, of_a[1] / of_b[1], of_a[0] / of_b[0]])
+    return {"noise": noise, "clear_pairs": clear, "right_pairs": right, "wrong": wrong}
 
 
 def run(settings: Calibration) -> tuple[Hardware, list[dict[str, Any]]]:
@@ -433,7 +456,8 @@ def main(arguments: Sequence[str]) -> int:
         lines.append(
             f"{len(rows)} predictions of a rank's CPU time: median error "
             f"{summary['median_error']:.1%}, 90 % within {summary['p90_error']:.1%}; "
-            f"{summary['right_pairs']} of {summary['clear_pairs']} clear orders of policies right"
+            f"{summary['right_pairs']} of {summary['clear_pairs']} orders of policies right "
+            f"whose gap is above the noise ({summary['noise']:.1%})"
         )
     sys.stdout.write("\n".join(lines) + "\n")
     if settings.out is not None:
