@@ -11,7 +11,8 @@ from numba import njit
 
 _jit = njit(cache=True, error_model="numpy")
 _NEWTON = 60
-_LARGEST_POWER = 16.0
+_FIRST_POWER, _POWER_STEP, _LARGEST_POWER = 0.2, 1.4, 16.0
+_LARGEST_TILT = 20.0
 
 
 @_jit
@@ -51,28 +52,57 @@ def inclusion_into(log_E, power, top_k, start, pi_E):
 
 
 @_jit
-def rescale(log_CE, ranks, top_k, imbalance):
-    """Inclusion probabilities of the powers of each call's weights that have this rank imbalance.
+def _busiest(pi_E, load_W):
+    """The rank with the most pairs at home, with every rank's."""
+    E, W = len(pi_E), len(load_W)
+    load_W[:] = 0.0
+    for e in range(E):
+        load_W[e * W // E] += pi_E[e]
+    return load_W.argmax()
 
-    The batched form of :func:`lrmoe.planner.workloads.rescaled`.
+
+@_jit
+def rescale(log_CE, ranks, top_k, imbalance):
+    """Inclusion probabilities with this rank imbalance, from the weights of each call.
+
+    The weights are raised to the least power that gives it, as in
+    :func:`lrmoe.planner.workloads.rescaled`. Where none does, because the hottest experts are on
+    different ranks and already in every token, those of the busiest rank are raised by one factor.
     """
     C, E = log_CE.shape
     pi_CE = np.empty((C, E))
-    load_W = np.empty(ranks)
+    load_W, log_E = np.empty(ranks), np.empty(E)
     limit = imbalance * top_k / ranks
     for c in range(C):
-        low, high, u = 0.0, _LARGEST_POWER, 0.0
-        for _ in range(24):
+        low, high, u = 0.0, _FIRST_POWER, 0.0
+        while True:  # the imbalance may fall again at higher powers: find the first crossing
+            u = inclusion_into(log_CE[c], high, top_k, u, pi_CE[c])
+            rank = _busiest(pi_CE[c], load_W)
+            if load_W[rank] >= limit or high >= _LARGEST_POWER:
+                break
+            low, high = high, high * _POWER_STEP
+        if load_W[rank] >= limit:
+            for _ in range(20):
+                middle = (low + high) / 2
+                u = inclusion_into(log_CE[c], middle, top_k, u, pi_CE[c])
+                if load_W[_busiest(pi_CE[c], load_W)] < limit:
+                    low = middle
+                else:
+                    high = middle
+            inclusion_into(log_CE[c], high, top_k, u, pi_CE[c])
+            continue
+        u = inclusion_into(log_CE[c], 1.0, top_k, 0.0, pi_CE[c])
+        rank = _busiest(pi_CE[c], load_W)
+        low, high = 0.0, _LARGEST_TILT
+        for _ in range(30):
             middle = (low + high) / 2
-            u = inclusion_into(log_CE[c], middle, top_k, u, pi_CE[c])
-            load_W[:] = 0.0
             for e in range(E):
-                load_W[e * ranks // E] += pi_CE[c, e]
-            if load_W.max() < limit:
+                log_E[e] = log_CE[c, e] + (middle if e * ranks // E == rank else 0.0)
+            u = inclusion_into(log_E, 1.0, top_k, u, pi_CE[c])
+            if load_W[_busiest(pi_CE[c], load_W)] < limit:
                 low = middle
             else:
                 high = middle
-        inclusion_into(log_CE[c], high, top_k, u, pi_CE[c])
     return pi_CE
 
 

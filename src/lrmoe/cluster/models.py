@@ -174,10 +174,11 @@ def from_config(values: Mapping[str, Any], source: str) -> ModelShape:
             that of another model.
     """
 
-    def need(key: str) -> int:
-        if not isinstance(values.get(key), int):
-            raise ValueError(f"model={source!r}: {key}={values.get(key)!r} must be an integer")
-        return int(values[key])
+    def need(key: str, *others: str) -> int:
+        for name in (key, *others):
+            if isinstance(values.get(name), int):
+                return int(values[name])
+        raise ValueError(f"model={source!r}: {key}={values.get(key)!r} must be an integer")
 
     kind = values.get("model_type")
     if kind not in ("qwen3_moe", "glm4_moe"):
@@ -196,7 +197,8 @@ def from_config(values: Mapping[str, Any], source: str) -> ModelShape:
         hidden=need("hidden_size"),
         layers=need("num_hidden_layers"),
         dense_layers=0 if is_qwen else need("first_k_dense_replace"),
-        experts=need("num_experts" if is_qwen else "n_routed_experts"),
+        # transformers 5 writes its own name for Qwen's.
+        experts=need("num_experts", "num_local_experts") if is_qwen else need("n_routed_experts"),
         top_k=need("num_experts_per_tok"),
         ffn=ffn,
         shared_ffn=0 if is_qwen else need("n_shared_experts") * ffn,
