@@ -82,6 +82,7 @@ def arm(
     *,
     selection: str = "sampled",
     quotas: str = "rate",
+    draw: str = "backward",
     slots: int | None = DEFAULT_SLOTS,
     seed: int = 0,
 ) -> Recalibration:
@@ -92,6 +93,7 @@ def arm(
         selection=selection,
         quotas=quotas,
         placement=policy,
+        draw=draw,
         seed=seed,
         budget=Budget(slots=slots if has_slots else None),
     )
@@ -114,9 +116,10 @@ class _Sums:
     plan_s: list[float] = field(default_factory=list)
     subtotal_bytes: float = 0.0
     worst_bytes: int = 0
-    worst: dict[str, int] = field(default_factory=dict)
+    items: dict[str, float] = field(default_factory=dict)
     fits: float = 0.0
     fits_least: float = 1.0
+    fits_step: float = 0.0
 
     def add_pass(self, name: str, times: PassTimes) -> None:
         sums = getattr(self, name)
@@ -199,8 +202,8 @@ def _replay_call(
 ) -> None:
     W, model, config = len(counts_WE), cluster.model, state.config
     tokens_W = -(-counts_WE.sum(1) // model.top_k)
-    shape = model.layer_shape(W, int(tokens_W.max()), save=cluster.save)
-    started = time.perf_counter()
+    shape = model.layer_shape(W, int(tokens_W.max()), save=cluster.save, draw=config.draw)
+    started = time.process_time()
     problem = replace(
         state.problem(counts_WE, True, group * W),
         costs=planner_costs(cluster.hardware, shape),
@@ -214,7 +217,7 @@ def _replay_call(
         total.infeasible += 1
         return
     finally:
-        total.plan_s.append(time.perf_counter() - started)
+        total.plan_s.append(time.process_time() - started)
         if config.placement != "fixed":
             state.past_counts.append(counts_WE)
     rows = Rows.expected(made, tokens_W, model.top_k, cluster.node_size)
@@ -255,20 +258,23 @@ def _add_memory(total: _Sums, cluster: Cluster, items: MemoryItems) -> None:
     subtotal_W = subtotal(items)
     worst = int(subtotal_W.argmax())
     total.subtotal_bytes += float(subtotal_W[worst])
-    if subtotal_W[worst] > total.worst_bytes:
-        total.worst_bytes = int(subtotal_W[worst])
-        total.worst = {
-            "home_weights": int(items.home_weights_W[worst]),
-            "replicas": int(items.replica_weights_W[worst] + items.replica_gradients_W[worst]),
-            "staging": int(items.staging_W[worst]),
-            "dispatch_rows": int(items.dispatch_rows_W[worst]),
-            "saved_state": int(items.saved_state_W[worst]),
-            "payload_rows": int(items.payload_rows_W[worst]),
-            "workspace": int(items.workspace_W[worst]),
-        }
-    fits = fitting_share(cluster.memory_bytes - cluster.resolved_state_bytes, items)
+    total.worst_bytes = max(total.worst_bytes, int(subtotal_W[worst]))
+    of_rank = {
+        "home_weights": items.home_weights_W[worst],
+        "replicas": items.replica_weights_W[worst] + items.replica_gradients_W[worst],
+        "staging": items.staging_W[worst],
+        "dispatch_rows": items.dispatch_rows_W[worst],
+        "saved_state": items.saved_state_W[worst],
+        "payload_rows": items.payload_rows_W[worst],
+        "workspace": items.workspace_W[worst],
+    }
+    for name, size in of_rank.items():
+        total.items[name] = total.items.get(name, 0.0) + float(size)
+    budget = cluster.memory_bytes - cluster.resolved_state_bytes
+    fits = fitting_share(budget, items, 1)
     total.fits += fits
     total.fits_least = min(total.fits_least, fits)
+    total.fits_step += fitting_share(budget, items, items.layers)
 
 
 def subtotal(items: MemoryItems) -> Int:
@@ -282,14 +288,18 @@ def subtotal(items: MemoryItems) -> Int:
     )
 
 
-def fitting_share(budget_bytes: int, items: MemoryItems) -> float:
+def fitting_share(budget_bytes: int, items: MemoryItems, layers: int) -> float:
     """Share of the batch whose token buffers fit beside the replicas on every rank.
 
-    Token buffers are proportional to the batch. One layer's are alive at a time (the others are
-    recomputed, or their saved state is part of what the budget already excludes).
+    Token buffers are proportional to the batch.
+
+    Args:
+        layers: whose saved state is alive at a time, all like this one: 1 where the others are
+            recomputed.
     """
     left_W = budget_bytes - (items.replica_weights_W + items.replica_gradients_W + items.staging_W)
-    needed_W = np.maximum(items.token_buffers, 1)
+    saved_W = items.dispatch_rows_W + items.saved_state_W
+    needed_W = np.maximum(layers * saved_W + items.payload_rows_W + items.workspace_W, 1)
     return float(np.clip((left_W / needed_W).min(), 0.0, 1.0))
 
 
@@ -310,6 +320,7 @@ def _row(cluster: Cluster, config: Recalibration, total: _Sums) -> dict[str, Any
         "rate": config.rate,
         "selection": config.selection,
         "quotas": config.quotas,
+        "draw": config.draw,
         "slots": config.budget.slots,
         "ranks": cluster.ranks,
         "calls": total.calls,
@@ -332,7 +343,8 @@ def _row(cluster: Cluster, config: Recalibration, total: _Sums) -> dict[str, Any
         "replicas_most": total.most_replicas,
         "memory_subtotal_bytes": total.subtotal_bytes / done,
         "memory_worst_bytes": total.worst_bytes,
-        **{f"memory_{name}_bytes": size for name, size in total.worst.items()},
+        **{f"memory_{name}_bytes": size / done for name, size in total.items.items()},
         "effective_throughput": total.fits / done,
+        "effective_throughput_step": total.fits_step / done,
         "effective_throughput_least": total.fits_least if total.calls else 0.0,
     }

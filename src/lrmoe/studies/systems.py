@@ -110,11 +110,12 @@ class Systems:
         return Workload(**(values | changes))
 
     def ours(self, **changes: Any) -> list[Recalibration]:
-        """Our planner at every rate, and dropping where ranks are busiest at the others than 0."""
+        """Our planner at every rate; above 0 also with the other quotas, and drawn early."""
         settings: dict[str, Any] = {"slots": self.slots} | changes
         plain = [arm("recalibrated", rate, **settings) for rate in (0.0, *self.rates)]
         level = [arm("recalibrated", rate, quotas="makespan", **settings) for rate in self.rates]
-        return plain + level
+        early = [arm("recalibrated", rate, draw="forward", **settings) for rate in self.rates]
+        return plain + level + early
 
     def few(self, **changes: Any) -> list[Recalibration]:
         """The arms that the paper compares."""
@@ -266,6 +267,8 @@ def label(row: Row) -> str:
         text += f" C{100 * row['rate']:.0f}"
     if row["quotas"] == "makespan":
         text += " makespan"
+    if row["draw"] == "forward":
+        text += " drawn early"
     return text
 
 
@@ -285,7 +288,7 @@ def means(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], Row
     }
 
 
-_ARM = ("policy", "rate", "quotas")
+_ARM = ("policy", "rate", "quotas", "draw")
 
 
 def below(rows: Sequence[Row], what: str, ours: tuple[Any, ...], peer: str) -> tuple[float, float]:
@@ -293,7 +296,7 @@ def below(rows: Sequence[Row], what: str, ours: tuple[Any, ...], peer: str) -> t
     shares = []
     for seed in sorted({row["seed"] for row in rows}):
         of_arm = {tuple(row[key] for key in _ARM): row for row in rows if row["seed"] == seed}
-        shares.append(1 - of_arm[ours][what] / of_arm[(peer, 0.0, "rate")][what])
+        shares.append(1 - of_arm[ours][what] / of_arm[(peer, 0.0, "rate", "backward")][what])
     return fmean(shares), (max(shares) - min(shares)) / 2
 
 
@@ -329,7 +332,7 @@ def _headline(settings: Systems, rows: Sequence[Row]) -> str:
     names = [model_shape(model).name for model in settings.models]
     for rate in settings.rates:
         for quotas in ("rate", "makespan"):
-            ours = ("recalibrated", rate, quotas)
+            ours = ("recalibrated", rate, quotas, "backward")
             for what, text, peers in (
                 ("bwd_ms", "backward", ("fixed", "symi", "ultraep")),
                 ("makespan_ms", "layer time", ("fixed", "symi", "ultraep")),
@@ -342,6 +345,13 @@ def _headline(settings: Systems, rows: Sequence[Row]) -> str:
                         mean, half = below(mine, what, ours, peer)
                         cells.append(f"{mean:.1%} +- {half:.1%}")
                     body.append(cells)
+        early = ("recalibrated", rate, "rate", "forward")
+        cells = [f"memory subtotal, C{100 * rate:.0f} drawn early, below fixed"]
+        for name in names:
+            mine = [row for row in rows if row["model"] == name]
+            mean, half = below(mine, "memory_subtotal_bytes", early, "fixed")
+            cells.append(f"{mean:.1%} +- {half:.1%}")
+        body.append(cells)
     return _markdown("Ours against peers at C0", ["", *names], body)
 
 
@@ -364,19 +374,24 @@ def _breakdown(name: str, rows: Sequence[Row]) -> str:
 
 def _pressure_table(settings: Systems, rows: Sequence[Row]) -> str:
     found = means(rows, ("model", *_ARM, "slots", "pressure"))
-    arms = list(dict.fromkeys(key[:5] for key in found))
+    arms = list(dict.fromkeys(key[:-1] for key in found))
     body = []
     for key in arms:
         of_arm = [found[(*key, factor)] for factor in settings.pressures]
-        if of_arm[0]["model"] and key[3] == "makespan":
+        if of_arm[0]["quotas"] == "makespan":
             continue
-        cells = [str(key[0]), label(of_arm[0]), "" if key[4] is None else str(int(key[4]))]
-        cells += [f"{row['effective_throughput']:.0%}" for row in of_arm]
+        slots = of_arm[0]["slots"]
+        cells = [str(key[0]), label(of_arm[0]), "" if slots is None else f"{slots:g}"]
+        cells += [
+            f"{row['effective_throughput']:.0%} / {row['effective_throughput_step']:.0%}"
+            for row in of_arm
+        ]
         cells += [f"{of_arm[-1]['replicas']:.1f}", f"{of_arm[-1]['replicas_most']:.0f}"]
         body.append(cells)
     head = ["model", "", "slots", *(f"{factor}x" for factor in settings.pressures),
             "replicas at the last", "most"]  # fmt: skip
-    return _markdown("Share of the batch that fits", head, body)
+    title = "Share of the batch that fits: one layer's buffers / all layers' saved state"
+    return _markdown(title, head, body)
 
 
 def _curve_table(section: str, key: str, rows: Sequence[Row]) -> str:
@@ -427,6 +442,7 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
             mine = [
                 row for row in of["pressure"]
                 if row["model"] == name and row["slots"] != 1 and row["quotas"] == "rate"
+                and row["draw"] == "backward"
             ]  # fmt: skip
             _lines(panel, mine, "pressure", "effective_throughput")
             panel.set_xlabel("batch pressure (times 8,192 tokens per rank)")
@@ -453,7 +469,7 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
             panel.set_xlabel("expert-parallel ranks, nodes of 8")
-        axes[0].legend(fontsize=6)
+        axes[1].legend(fontsize=6, loc="lower right")
         _save(figure, out / "systems_scaling.png")
 
 
@@ -471,10 +487,15 @@ def _stack(
 
 
 def _lines(panel: Any, rows: Sequence[Row], x: str, y: str) -> None:
-    found = means(rows, (*_ARM, x))
-    for one in dict.fromkeys(key[:3] for key in found):
+    import matplotlib as mpl
+
+    found = means([row for row in rows if row["draw"] == "backward"], (*_ARM, x))
+    panel.set_prop_cycle(color=mpl.color_sequences["tab20"])
+    for one in dict.fromkeys(key[:-1] for key in found):
         points = sorted(
-            (key[3], row[y]) for key, row in found.items() if key[:3] == one and key[3] is not None
+            (key[-1], row[y])
+            for key, row in found.items()
+            if key[:-1] == one and key[-1] is not None
         )
         if not points:  # a policy without slots is the same at all of them
             continue
