@@ -99,7 +99,15 @@ def report(arguments: Sequence[str]) -> int:
 
 def _in_module(name: str) -> Callable[[Sequence[str]], int]:
     def run(arguments: Sequence[str]) -> int:
-        code: int = importlib.import_module(name).main(arguments)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("lrmoe"):
+                raise
+            raise ValueError(
+                f"this command needs {error.name}; install it with: pip install 'lrmoe[train]'"
+            ) from error
+        code: int = module.main(arguments)
         return code
 
     return run
