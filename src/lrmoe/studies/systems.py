@@ -242,7 +242,7 @@ def scaling(settings: Systems) -> Iterator[Row]:
         is_large = ranks > 256
         yield from _simulate(
             settings, "scaling", settings.cluster(model, ranks=ranks), arms, settings.workload(),
-            settings.seeds[0], layers=1 if is_large else 4, steps=2 if is_large else 4,
+            settings.seeds[0], layers=1 if is_large else 4, steps=4,
             experts=model.experts,
         )  # fmt: skip
 
@@ -395,7 +395,8 @@ def _pressure_table(settings: Systems, rows: Sequence[Row]) -> str:
 
 
 def _curve_table(section: str, key: str, rows: Sequence[Row]) -> str:
-    found = means(rows, ("model", key, *_ARM))
+    # When the draw is made changes what is saved, not what is timed.
+    found = means([row for row in rows if row["draw"] == "backward"], ("model", key, *_ARM))
     values = list(dict.fromkeys((k[0], k[1]) for k in found if k[1] is not None))
     arms = list(dict.fromkeys(k[2:] for k in found))
     body = []
