@@ -143,6 +143,10 @@ def test_other_settings_on_the_same_trace(run):
     for made in half:
         assert made.kept_WV.sum() == made.plan.quota_E.sum() < made.plan.forward_WV.sum()
         assert np.array_equal(sum(k.sum() for k in made.kept_W), made.kept_WV.sum())
+    with pytest.raises(ValueError, match="does not say hidden"):
+        next(replay_pairs(replace(trace, info=replace(trace.info, hidden=0))))
+    with pytest.raises(ValueError, match="has counts alone"):
+        next(replay_pairs(replace(trace, info=replace(trace.info, has_pairs=False))))
     with pytest.raises(ValueError, match="selection='router'"):
         next(replay_pairs(trace, replace(CONFIGS[5], selection="router")))
 

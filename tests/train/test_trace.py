@@ -34,6 +34,12 @@ def test_a_traced_run_is_reproduced(tiny, tmp_path):
     for key in ("bytes_fwd", "bytes_bwd", "replicas"):  # per step
         assert logged[key] == pytest.approx(again[key] / 3), key
     assert logged["backward_fraction"] == pytest.approx(again["backward_fraction"])
+    target = tmp_path / "rows.json"
+    assert main(["replay", "--trace", str(path), "--own", "true", "--json", str(target)]) == 0
+    *simulated, own = json.loads(target.read_text())["rows"]
+    assert all(row["simulated"] for row in simulated)
+    assert own["simulated"] is False
+    assert own["bytes_bwd"] == again["bytes_bwd"]
 
 
 def test_a_recomputed_forward_pass_is_recorded_once(tiny, tmp_path):

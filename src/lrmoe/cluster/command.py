@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lrmoe.bench.arguments import parse_settings
+from lrmoe.cluster.exact import replay_pairs, totals
 from lrmoe.cluster.hardware import load_hardware
 from lrmoe.cluster.models import model_shape
 from lrmoe.cluster.replay import Cluster, LayerCalls, arm, generated, recorded, replay
@@ -56,6 +57,8 @@ class ReplaySettings:
     burst: float = 0.0
     trace: str | None = None
     """File of ``lrmoe train --trace``; replaces the generated workloads."""
+    own: bool = False
+    """Also the traced run itself, exactly, from a trace with pairs."""
     megatron: tuple[str, ...] = ()
     """JSONL files, or their directory, of Megatron-LM's ``--moe-routing-trace-path`` instead."""
     policies: tuple[str, ...] = ("fixed", "symi", "ultraep", "recalibrated")
@@ -86,6 +89,8 @@ class ReplaySettings:
             raise ValueError(f"slots={self.slots}: allowed is >= 0")
         if self.trace is not None and self.megatron:
             raise ValueError(f"trace={self.trace!r} with megatron: give one of the two")
+        if self.own and self.trace is None:
+            raise ValueError("own=True with trace=None: name the trace of the run")
         parse_bytes("memory", self.memory)
         for rate in self.rates:
             arm("fixed", rate, selection=self.selection, quotas=self.quotas)
@@ -129,9 +134,23 @@ def main(arguments: Sequence[str]) -> int:
     print_rows(rows)
     if settings.plot is not None:
         plot_passes(rows, Path(settings.plot))
+    if settings.trace is not None and settings.own:
+        rows.append(own_row(read_trace(settings.trace)))
+        exact = ", ".join(f"{name} {value:g}" for name, value in list(rows[-1].items())[3:])
+        Console(soft_wrap=True).print(f"the run itself, exactly: {exact}", highlight=False)
     if json_file is not None:
         write_json(json_file, "replay", asdict(settings), rows)
     return 0
+
+
+def own_row(trace: Trace) -> dict[str, Any]:
+    """What the traced run reported of itself, from its pairs: counted again, no clock."""
+    return {
+        "simulated": False,
+        "workload": "trace",
+        "policy": trace.info.settings.get("placement"),
+        **totals(list(replay_pairs(trace))),
+    }
 
 
 def run(settings: ReplaySettings) -> list[dict[str, Any]]:

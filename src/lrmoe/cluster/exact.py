@@ -103,6 +103,8 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
         raise ValueError(
             "the trace has counts alone: record it with 'lrmoe train --trace FILE --trace-pairs'"
         )
+    if not (trace.info.hidden and trace.info.ffn and trace.info.dtype_bytes):
+        raise ValueError("the trace does not say hidden, ffn and dtype_bytes, which size its rows")
     if config is None:
         config = Recalibration.from_dict(trace.info.settings)
     if config.selection not in RULES or config.draw == "forward":
