@@ -419,6 +419,7 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
 
     of = {section: [row for row in rows if row["section"] == section] for section in SECTIONS}
     names = [model_shape(model).name for model in settings.models]
+    arms = list(dict.fromkeys(tuple(row[key] for key in _ARM) for row in rows))
     if of["main"]:
         figure, axes = plt.subplots(len(names), 2, figsize=(12, 4.2 * len(names)), squeeze=False)
         for panels, name in zip(axes, names, strict=True):
@@ -445,7 +446,7 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
                 if row["model"] == name and row["slots"] != 1 and row["quotas"] == "rate"
                 and row["draw"] == "backward"
             ]  # fmt: skip
-            _lines(panel, mine, "pressure", "effective_throughput")
+            _lines(panel, mine, "pressure", "effective_throughput", arms)
             panel.set_xlabel("batch pressure (times 8,192 tokens per rank)")
             panel.set_title(f"{name} (simulated)", fontsize=9)
         axes[0][0].set_ylabel("effective throughput")
@@ -455,16 +456,16 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
     if curves:
         figure, axes = plt.subplots(1, len(curves), figsize=(3.6 * len(curves), 3.6), squeeze=False)
         for panel, section in zip(axes[0], curves, strict=True):
-            _lines(panel, of[section], section, "bwd_ms")
+            _lines(panel, of[section], section, "bwd_ms", arms)
             panel.set_xlabel(section)
         axes[0][0].set_ylabel("backward pass, ms (simulated)")
         axes[0][0].legend(fontsize=6)
         _save(figure, out / "systems_sensitivity.png")
     if of["scaling"]:
         figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-        _lines(axes[0], of["scaling"], "ranks", "makespan_ms")
+        _lines(axes[0], of["scaling"], "ranks", "makespan_ms", arms)
         axes[0].set_ylabel("layer call, ms (simulated)")
-        _lines(axes[1], of["scaling"], "ranks", "comm_ms")
+        _lines(axes[1], of["scaling"], "ranks", "comm_ms", arms)
         axes[1].set_ylabel("of it communication, ms (simulated)")
         for panel in axes:
             panel.set_xscale("log", base=2)
@@ -487,11 +488,12 @@ def _stack(
     panel.grid(visible=True, axis="x", alpha=0.3)
 
 
-def _lines(panel: Any, rows: Sequence[Row], x: str, y: str) -> None:
+def _lines(panel: Any, rows: Sequence[Row], x: str, y: str, arms: Sequence[Any]) -> None:
+    """Lines over ``x``; an arm has the same colour in every panel, its place in ``arms``."""
     import matplotlib as mpl
 
     found = means([row for row in rows if row["draw"] == "backward"], (*_ARM, x))
-    panel.set_prop_cycle(color=mpl.color_sequences["tab20"])
+    colours = mpl.color_sequences["tab20"]
     for one in dict.fromkeys(key[:-1] for key in found):
         points = sorted(
             (key[-1], row[y])
@@ -500,8 +502,13 @@ def _lines(panel: Any, rows: Sequence[Row], x: str, y: str) -> None:
         )
         if not points:  # a policy without slots is the same at all of them
             continue
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=3,
-                   label=label(dict(zip(_ARM, one, strict=True))))  # fmt: skip
+        panel.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=3,
+            color=colours[arms.index(one) % len(colours)],
+            label=label(dict(zip(_ARM, one, strict=True))),
+        )
     panel.grid(visible=True, alpha=0.3)
 
 
