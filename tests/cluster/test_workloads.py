@@ -129,8 +129,18 @@ def test_named_workloads_are_what_their_names_say():
     assert set(NAMED) == {f"W{i}" for i in range(8)}
 
 
+def test_a_share_of_the_pairs_goes_to_k_experts():
+    for share, k in ((0.3, 4), (0.5, 16), (0.95, 8)):
+        counts_CWE = counts_of(Workload(kind="concentrated", hot_share=share, hot_experts=k))
+        assert counts_CWE[:, :, :k].sum() / counts_CWE.sum() == pytest.approx(share, abs=0.02)
+    # No token has more pairs than there are hot experts.
+    with pytest.raises(ValueError, match=r"3\.8 pairs per token cannot go to 2 different experts"):
+        counts_of(Workload(kind="concentrated", hot_share=0.95, hot_experts=2))
+
+
 def test_mistakes_are_named():
     for changes, message in (
+        ({"hot_experts": 0}, "hot_experts=0: allowed is >= 1"),
         ({"kind": "W9"}, "workload='W9': allowed are"),
         ({"imbalance": 0.5}, "imbalance=0.5: allowed is >= 1"),
         ({"drift": 2.0}, "drift=2.0: allowed is 0 <= drift <= 1"),

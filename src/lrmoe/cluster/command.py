@@ -50,11 +50,14 @@ class ReplaySettings:
     steps: int = 10
     micro_batches: int = 1
     workloads: tuple[str, ...] = ("clustered",)
-    """Families ``log_normal``, ``zipf``, ``clustered``, or ``W0`` to ``W7``."""
+    """Families ``log_normal``, ``zipf``, ``clustered``; ``W0`` to ``W7``; ``concentrated``."""
     imbalance: float = 1.9
     jitter: float = 0.3
     drift: float = 0.0
     burst: float = 0.0
+    hot_share: float = 0.5
+    """Share of the pairs that ``concentrated`` gives to its ``hot_experts``."""
+    hot_experts: int = 16
     trace: str | None = None
     """File of ``lrmoe train --trace``; replaces the generated workloads."""
     own: bool = False
@@ -215,6 +218,8 @@ def _sources(
             jitter=settings.jitter,
             drift=settings.drift,
             burst=settings.burst,
+            hot_share=settings.hot_share,
+            hot_experts=settings.hot_experts,
         )
         calls = generated(
             workload,

@@ -36,7 +36,7 @@ NAMED = {
     "W6": "a hot rank, another one in every step",
     "W7": "balanced, a hot rank in every eighth step",
 }
-KINDS = (*FAMILIES, *NAMED)
+KINDS = (*FAMILIES, *NAMED, "concentrated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class Workload:
     """
 
     kind: str = "clustered"
-    """A family (weights fixed per layer, rescaled to ``imbalance``), or W0 to W7."""
+    """A family (weights fixed per layer, rescaled to ``imbalance``), W0 to W7, or ``concentrated``:
+    a share of the pairs to the first few experts, as LLEP's experiments have it."""
     imbalance: float = 1.9
     """Max / mean over the home ranks, of families in every call, of W2, W6, W7 where they heat."""
     jitter: float = 0.3
@@ -57,6 +58,10 @@ class Workload:
     """Share of the variance of the log-weights that is drawn anew in every step (families)."""
     burst: float = 0.0
     """Probability that in a step one rank's weights are 8 times as large (families)."""
+    hot_share: float = 0.5
+    """Share of the pairs of the hot experts (``concentrated``)."""
+    hot_experts: int = 16
+    """How many they are."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -65,7 +70,9 @@ class Workload:
             raise ValueError(f"imbalance={self.imbalance}: allowed is >= 1")
         if self.jitter < 0:
             raise ValueError(f"jitter={self.jitter}: allowed is >= 0")
-        for name in ("drift", "burst"):
+        if self.hot_experts < 1:
+            raise ValueError(f"hot_experts={self.hot_experts}: allowed is >= 1")
+        for name in ("drift", "burst", "hot_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed is 0 <= {name} <= 1")
 
@@ -136,6 +143,9 @@ def _named(workload: Workload, ranks: int, experts: int, top_k: int, step: int) 
         num_hot = max(top_k, int(experts * _HOT_EXPERTS))
         hot = np.arange(num_hot) if kind == "W1" else np.arange(num_hot) * experts // num_hot
         return _heated(even_E, hot, _HOT_SHARE * top_k, kind)
+    if kind == "concentrated":
+        hot = np.arange(min(workload.hot_experts, experts))
+        return _heated(even_E, hot, workload.hot_share * top_k, kind)
     if kind in ("W2", "W6", "W7"):
         if kind == "W7" and step % _BURST_PERIOD != _BURST_PERIOD - 1:
             return even_E
