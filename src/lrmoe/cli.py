@@ -47,6 +47,7 @@ def train(arguments: Sequence[str]) -> int:
     from lrmoe.training.run_dir import default_run_dir
 
     json_file, arguments = _take_json(arguments)
+    arguments = ["--trace_pairs=true" if a == "--trace-pairs" else a for a in arguments]
     settings = parsing.parse(arguments)
     if settings is None:
         return 0
@@ -98,7 +99,15 @@ def report(arguments: Sequence[str]) -> int:
 
 def _in_module(name: str) -> Callable[[Sequence[str]], int]:
     def run(arguments: Sequence[str]) -> int:
-        code: int = importlib.import_module(name).main(arguments)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("lrmoe"):
+                raise
+            raise ValueError(
+                f"this command needs {error.name}; install it with: pip install 'lrmoe[train]'"
+            ) from error
+        code: int = module.main(arguments)
         return code
 
     return run
@@ -107,6 +116,12 @@ def _in_module(name: str) -> Callable[[Sequence[str]], int]:
 # Command -> function of its arguments, and a line for the help.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train or fine-tune an MoE model under expert parallelism"),
+    "plan": (_in_module("lrmoe.cluster.fit"), "does a training job fit its GPUs, and at which C"),
+    "replay": (
+        _in_module("lrmoe.cluster.command"),
+        "simulated: routing through policies and rates",
+    ),
+    "study": (_in_module("lrmoe.studies"), "the experiments of the paper and ours"),
     "bench": (_in_module("lrmoe.bench"), "timings beside the peers that run on this machine"),
     "check": (_in_module("lrmoe.check"), "environment, versions, and a parity self-check"),
     "report": (report, "one HTML page that compares run directories"),

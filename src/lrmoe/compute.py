@@ -8,7 +8,7 @@ another buffer. Every grouped GEMM therefore runs once per buffer that has insta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,8 @@ class ForwardWork:
     """What the experts make of the rows they receive."""
 
     gate_up_R2F: torch.Tensor
-    output_RD: torch.Tensor
+    output: torch.Tensor
+    """Outputs of the pairs [R, D], or their sums per token row [U, D]."""
     h_norm_sq_R: torch.Tensor
     peak_bytes: int
     """Of temporaries and results, at their largest."""
@@ -91,21 +92,31 @@ def forward_experts(
     scale_R: torch.Tensor,
     groups: Groups,
     experts: Experts,
+    *,
+    returns_pairs: bool,
 ) -> ForwardWork:
-    """``scale * down(act(gate) * up)`` of every pair, with the scale inside the down projection."""
-    gate_up_R2F = _gate_up(gather_rows(x_UD, row_R, "rows"), groups, experts)
+    """``scale * down(act(gate) * up)`` of every pair, with the scale inside the down projection.
+
+    Args:
+        returns_pairs: give the outputs of the pairs, not their sums per token row.
+    """
+    x_RD = gather_rows(x_UD, row_R, "rows")
+    gate_up_R2F = _gate_up(x_RD, groups, experts)
+    # What joins the products of two weight buffers is there twice.
+    joined = _nbytes(x_RD) + 2 * gate_up_R2F.nbytes if _joins(groups, experts) else 0
+    del x_RD
     scaled_h_RF, h_norm_sq_R = gated_forward(gate_up_R2F, scale_R, experts.act)
-    output_RD = _grouped_mm(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts)
-    twice = 1 + _joins(groups, experts)  # what joins two products is there twice
-    peak_bytes = max(
-        _nbytes(gate_up_R2F, scaled_h_RF) + twice * _nbytes(output_RD),
-        twice * _nbytes(gate_up_R2F) + _nbytes(output_RD) if twice > 1 else 0,
-    )
+    outputs = _products(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts)
+    if returns_pairs:
+        output = _joined(outputs)
+        largest = _nbytes(output)
+    else:
+        output, largest = _summed(outputs, row_R, x_UD.shape[0])
     return ForwardWork(
         gate_up_R2F=gate_up_R2F,
-        output_RD=output_RD,
+        output=output,
         h_norm_sq_R=h_norm_sq_R,
-        peak_bytes=peak_bytes,
+        peak_bytes=max(joined, _nbytes(gate_up_R2F, scaled_h_RF) + largest),
     )
 
 
@@ -162,12 +173,9 @@ def backward_experts(
         grad_gate_up, replica_gate_up = _grouped_outer(grad_gate_up_P2F, x_PD, kept.groups, experts)
         del x_PD
     if needs_x:
-        grad_x_PD = _grouped_mm(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
-        twice = 1 + _joins(kept.groups, experts)
-        late = max(late, _nbytes(grad_gate_up_P2F) + twice * _nbytes(grad_x_PD))
-        del grad_gate_up_P2F
-        grad_x_UD = sum_rows(grad_x_PD, kept.row_P, num_rows)
-        late = max(late, _nbytes(grad_x_PD, grad_x_UD))
+        products = _products(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
+        grad_x_UD, largest = _summed(products, kept.row_P, num_rows)
+        late = max(late, grad_gate_up_P2F.nbytes + largest)
     return Gradients(
         x_UD=grad_x_UD,
         p_P=grad_p_P,
@@ -207,22 +215,54 @@ def _gate_up(x_RD: torch.Tensor, groups: Groups, experts: Experts) -> torch.Tens
     return _grouped_mm(x_RD, lambda w: w.gate_up_e2FD.transpose(1, 2), groups, experts)
 
 
+def _products(
+    rows_RA: torch.Tensor,
+    matrix: Callable[[Weights], torch.Tensor],
+    groups: Groups,
+    experts: Experts,
+) -> Iterator[torch.Tensor]:
+    """The rows' products in order, one tensor per weight buffer; the home experts' come while
+    replicas are still on their way."""
+    home = matrix(experts.home)
+    n, ends = groups.home_rows, groups.offsets_e
+    if experts.replicas is None:
+        yield grouped_mm(rows_RA, home, ends)
+        return
+    yield grouped_mm(rows_RA[:n], home, ends[: len(home)])
+    replicas = matrix(experts.replicas())
+    if len(replicas):  # else this rank only sent weights
+        yield grouped_mm(rows_RA[n:], replicas, ends[len(home) :] - n)
+
+
+def _joined(products: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *more = products
+    return torch.cat([first, *more]) if more else first
+
+
+def _summed(
+    products: Iterable[torch.Tensor], row_ids_R: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, int]:
+    """Sums of the products per token row; and the bytes of both at their largest."""
+    sums_UD, first, largest = None, 0, 0
+    for product in products:
+        row_ids = row_ids_R[first : first + len(product)]
+        first += len(product)
+        part_UD = sum_rows(product, row_ids, num_rows)
+        before = 0 if sums_UD is None else sums_UD.nbytes
+        largest = max(largest, before + _nbytes(product, part_UD))
+        sums_UD = part_UD if sums_UD is None else sums_UD.add_(part_UD)
+        del product, part_UD
+    assert sums_UD is not None
+    return sums_UD, largest
+
+
 def _grouped_mm(
     rows_RA: torch.Tensor,
     matrix: Callable[[Weights], torch.Tensor],
     groups: Groups,
     experts: Experts,
 ) -> torch.Tensor:
-    """One product per instance; the home experts' run while replicas are still on their way."""
-    home = matrix(experts.home)
-    n, ends = groups.home_rows, groups.offsets_e
-    if experts.replicas is None:
-        return grouped_mm(rows_RA, home, ends)
-    at_home = grouped_mm(rows_RA[:n], home, ends[: len(home)])
-    replicas = matrix(experts.replicas())
-    if len(replicas) == 0:  # this rank only sent weights
-        return at_home
-    return torch.cat([at_home, grouped_mm(rows_RA[n:], replicas, ends[len(home) :] - n)])
+    return _joined(_products(rows_RA, matrix, groups, experts))
 
 
 def _grouped_outer(

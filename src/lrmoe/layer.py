@@ -32,7 +32,6 @@ from lrmoe.instances import (
     local_experts,
 )
 from lrmoe.kernels.gated import Activation
-from lrmoe.kernels.rows import sum_rows
 from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
     PairTable,
@@ -196,28 +195,23 @@ class _RecalibratedExperts(torch.autograd.Function):
         arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
         rows = groups(arrived.order, plan.forward_WV, plan, exchange)
-        work = compute.forward_experts(arrived.x_UD, arrived.row_R, scale_R, rows, local)
+        work = compute.forward_experts(
+            arrived.x_UD, arrived.row_R, scale_R, rows, local, returns_pairs=returns_pairs
+        )
         gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
-        output_RD, h_norm_sq_R, peak_bytes = work.output_RD, work.h_norm_sq_R, work.peak_bytes
-        del work  # its outputs are the largest tensor here, and soon not needed any more
         y_TKD = None
         if returns_pairs:
-            y_MD = dispatch.return_pairs(output_RD, arrived.order, splits, exchange)
+            y_MD = dispatch.return_pairs(work.output, arrived.order, splits, exchange)
             y_ND = sending.to_expert_major(y_MD)
             y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
             y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
             output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
         else:
-            # Combine: summed per token row where the experts are, then per token here.
-            sums_UD = sum_rows(output_RD, arrived.row_R, arrived.x_UD.shape[0])
-            assert gate_up_R2F is not None
-            peak_bytes = max(peak_bytes, gate_up_R2F.nbytes + output_RD.nbytes + sums_UD.nbytes)
-            del output_RD
-            output_TD = dispatch.collect_rows(sums_UD, token_U, T, splits, exchange)
+            output_TD = dispatch.collect_rows(work.output, token_U, T, splits, exchange)
         if not call.is_differentiable:
             return output_TD
 
-        h_norm_sq_M = dispatch.return_pairs(h_norm_sq_R, arrived.order, splits, exchange)
+        h_norm_sq_M = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
         h_norm_sq_N = sending.to_expert_major(h_norm_sq_M)
         saved = {
             "call_id": torch.tensor(record.id),
@@ -260,7 +254,14 @@ class _RecalibratedExperts(torch.autograd.Function):
         ctx.save_for_backward(*saved.values())
         call.span.stop()
         account_forward(
-            state, exchange, record, splits, arrived.row_R.shape[0], saved, peak_bytes, call.span
+            state,
+            exchange,
+            record,
+            splits,
+            arrived.row_R.shape[0],
+            saved,
+            work.peak_bytes,
+            call.span,
         )
         return output_TD
 
@@ -355,6 +356,9 @@ class _RecalibratedExperts(torch.autograd.Function):
         if state.captured is not None:
             captured = pair_record(saved, record, exchange, pairs, selection, lrm_N)
             insort(state.captured, captured, key=lambda pair_record: pair_record.call)
+        if state.recorder is not None:
+            lrm_TK = torch.empty_like(lrm_N).index_copy_(0, pairs.flat_N, lrm_N)
+            state.recorder.add_pairs(state.layer, record, lrm_TK.view(saved["p_TK"].shape))
         return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -82,6 +82,16 @@ class LayerSizes:
     dtype_bytes: int
 
 
+class CallRecorder(Protocol):
+    """Who wants to know of every differentiable call (:mod:`lrmoe.cluster.trace`)."""
+
+    def add_call(self, layer: int, call: CallRecord, rank_in_group: int) -> None:
+        """A call was planned."""
+
+    def add_pairs(self, layer: int, call: CallRecord, score_TK: torch.Tensor) -> None:
+        """The LRM of its pairs is known."""
+
+
 class LayerState:
     """Settings and memory of one MoE layer; framework-free programs keep one per layer.
 
@@ -103,6 +113,7 @@ class LayerState:
         self.tally = Tally(layer)
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
+        self.recorder: CallRecorder | None = None
         self._calls: weakref.WeakValueDictionary[int, CallRecord] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
@@ -158,7 +169,7 @@ class LayerState:
             if replayed is not None:
                 return replayed
         needs = is_differentiable + 2 * needs_x + 4 * needs_p
-        shape = self._shape(sizes, top_k_index_TK, exchange)
+        shape = self.shape(sizes, exchange.num_ranks, *top_k_index_TK.shape)
         held = [self.step_memory.of_others(self.layer) + shape.source_bytes]
         # Saved tensors that go through hooks do not stay here.
         held += (0, 0) if is_hooked else self.step_memory.of_later(self.layer)
@@ -166,14 +177,11 @@ class LayerState:
             exchange, top_k_index_TK, pairs, sizes.experts, needs, held
         )
         started = time.perf_counter()
-        problem = self._problem(
-            counts_WE,
-            shape,
-            held_3W,
-            exchange,
-            top_k_index_TK.device.type,
-            is_differentiable=is_differentiable,
-        )
+        if is_differentiable:
+            device = top_k_index_TK.device.type
+            problem = self.problem(counts_WE, shape, exchange.group_key, device, held_3W)
+        else:  # nothing to drop, nothing saved
+            problem = PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
         plan_ = plan(problem)
         plan_us = (time.perf_counter() - started) * 1e6
         if not plan_.is_home_only:
@@ -199,6 +207,8 @@ class LayerState:
                 self.past_counts.append(counts_WE)
             self._calls[record.id] = record
             self.tally.routed(counts_WE, pairs_by_rank(plan_, plan_.forward_WV).sum(0))
+            if self.recorder is not None:
+                self.recorder.add_call(self.layer, record, exchange.rank)
         return record
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,18 +237,17 @@ class LayerState:
         self.__init__(values["config"], values["layer"])  # type: ignore[misc]
         self.load_state_dict(values)
 
-    def _shape(
-        self, sizes: LayerSizes, top_k_index_TK: torch.Tensor, exchange: Exchange
-    ) -> LayerShape:
+    def shape(self, sizes: LayerSizes, num_ranks: int, num_tokens: int, top_k: int) -> LayerShape:
+        """The next call's sizes, as the planner and the memory model take them."""
         config = self.config
         has_replicas = config.placement != "fixed"
         return LayerShape(
             hidden=sizes.hidden,
             ffn=sizes.ffn,
             experts=sizes.experts,
-            top_k=max(top_k_index_TK.shape[1], 1),
-            ranks=exchange.num_ranks,
-            tokens=top_k_index_TK.shape[0],
+            top_k=max(top_k, 1),
+            ranks=num_ranks,
+            tokens=num_tokens,
             dtype_bytes=sizes.dtype_bytes,
             has_replicas=has_replicas,
             moves_pairs=has_replicas and config.effective_scope == "global",
@@ -248,31 +257,32 @@ class LayerState:
             router_grad=config.router_grad,
         )
 
-    def _problem(
+    def problem(
         self,
         counts_WE: Int,
         shape: LayerShape,
-        held_3W: Int,
-        exchange: Exchange,
-        device_type: str,
-        *,
-        is_differentiable: bool,
+        group_key: int,
+        device_type: str = "cpu",
+        held_3W: Int | None = None,
     ) -> PlanProblem:
-        """What is asked of the planner.
+        """What the next call plans from: counts, settings and history.
 
         Args:
+            group_key: first global rank of the expert-parallel group.
+            device_type: whose links are meant.
             held_3W: bytes of each rank that other layers and calls hold, those that later layers
-                are expected to save, and how many later layers nothing is known of.
+                are expected to save, and how many later layers nothing is known of; ``None``:
+                nothing.
         """
         config = self.config
-        if not is_differentiable:  # nothing to drop, nothing saved
-            return PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
         costs, reserved_W = Costs(), None
         memory: MemoryCosts | tuple[MemoryCosts, ...] = MemoryCosts()
         if config.budget.memory is not None:
             # The rank's own routing is among what it holds, since ranks differ in their tokens.
             alone = replace(shape, tokens=0)
             memory = (*memory_costs(alone), saved_costs(alone))
+            if held_3W is None:
+                held_3W = np.zeros((3, len(counts_WE)), np.int64)
             reserved_W = self._reserved(shape, held_3W, int(counts_WE.sum()), len(memory))
         if config.placement != "fixed" or config.budget.needs_costs:
             costs = link_costs(shape, device_type)
@@ -298,12 +308,12 @@ class LayerState:
             memory=memory,
             reserved_W=reserved_W,
             top_k=shape.top_k,
-            ranks_per_node=_ranks_per_node(exchange.num_ranks),
+            ranks_per_node=_ranks_per_node(len(counts_WE)),
             c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
             past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
             share_seed=(
-                self._key(config, "share", self.step, self.micro_batch, exchange.group_key)
+                self._key(config, "share", self.step, self.micro_batch, group_key)
                 if needs_random_shares
                 else None
             ),

@@ -17,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "usage: lrmoe bench layer [CONFIG.yaml] [--key value ...] [--json FILE]\n"
             "       lrmoe bench planner --help\n"
+            "       lrmoe bench calibrate [CONFIG.yaml] [--key value ...] [--json FILE]\n"
         )
         return 0
     what, *rest = arguments
@@ -24,8 +25,12 @@ def main(arguments: Sequence[str]) -> int:
         from lrmoe.bench import planner
 
         return planner.main(rest)
+    if what == "calibrate":
+        from lrmoe.bench import calibrate
+
+        return calibrate.main(rest)
     if what != "layer":
-        raise ValueError(f"bench {what!r}: allowed are 'layer', 'planner'")
+        raise ValueError(f"bench {what!r}: allowed are 'calibrate', 'layer', 'planner'")
     return _layer(rest)
 
 

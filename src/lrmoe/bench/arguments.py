@@ -1,4 +1,4 @@
-"""The command line of ``lrmoe bench layer``: a YAML file and overrides to settings."""
+"""Command lines of flat settings: a YAML file and overrides to a dataclass."""
 
 from __future__ import annotations
 
@@ -7,37 +7,57 @@ from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from lrmoe.bench.settings import LayerBench
 
-_LISTS = ("workloads", "dtypes", "rates", "placements")
+S = TypeVar("S")
 
 
 def parse(arguments: Sequence[str]) -> tuple[LayerBench, str | None] | None:
-    """The settings and the file of ``--json``, or ``None`` when only help was asked for.
+    """The settings of ``lrmoe bench layer`` and the file of ``--json``; see :func:`parse_settings`.
 
     Raises:
         ValueError: for an unknown key, naming the nearest valid one, and for a bad value.
     """
-    arguments = _with_lists(arguments)
+    return parse_settings(
+        LayerBench,
+        "lrmoe bench layer",
+        "The layer beside Hugging Face's all_to_all and grouped_mm.",
+        arguments,
+    )
+
+
+def parse_settings(
+    settings: type[S], prog: str, description: str, arguments: Sequence[str]
+) -> tuple[S, str | None] | None:
+    """The settings and the file of ``--json``, or ``None`` when only help was asked for.
+
+    Args:
+        settings: a dataclass; its tuples are comma-separated lists on the command line.
+
+    Raises:
+        ValueError: for an unknown key, naming the nearest valid one, and for a bad value.
+    """
+    lists = [f.name for f in fields(settings) if str(f.type).startswith("tuple")]  # type: ignore[arg-type]
+    arguments = _with_lists(arguments, lists)
     if arguments and not arguments[0].startswith("-"):
         arguments[:1] = ["--config", arguments[0]]
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
-        prog="lrmoe bench layer",
-        description="The layer beside Hugging Face's all_to_all and grouped_mm. Lists are "
-        "comma-separated: --rates 0,0.5",
+        prog=prog,
+        description=f"{description} Lists are comma-separated.",
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="YAML file; also as first argument")
     parser.add_argument("--json", type=str, default=None, help="file for the result as JSON")
-    parser.add_class_arguments(LayerBench)
-    _refuse_unknown(arguments)
+    parser.add_class_arguments(settings)
+    _refuse_unknown(arguments, [f.name for f in fields(settings)])  # type: ignore[arg-type]
     try:
-        values = parser.parse_args(arguments).as_dict()
+        values: dict[str, Any] = parser.parse_args(arguments).as_dict()
     except argparse.ArgumentError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except SystemExit as leaving:
@@ -46,10 +66,10 @@ def parse(arguments: Sequence[str]) -> tuple[LayerBench, str | None] | None:
         return None
     values.pop("config", None)
     json_file: str | None = values.pop("json", None)
-    return LayerBench(**values), json_file
+    return settings(**values), json_file
 
 
-def _with_lists(arguments: Sequence[str]) -> list[str]:
+def _with_lists(arguments: Sequence[str], lists: Sequence[str]) -> list[str]:
     """``--rates 0,0.5`` and ``--rates=0,0.5`` as the YAML lists that jsonargparse takes."""
     result: list[str] = []
     is_list = False
@@ -57,16 +77,15 @@ def _with_lists(arguments: Sequence[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if is_list and not argument.startswith("["):
             argument = f"[{argument}]"
-        elif name.removeprefix("--") in _LISTS and equals and not value.startswith("["):
+        elif name.removeprefix("--") in lists and equals and not value.startswith("["):
             argument = f"{name}=[{value}]"
-        is_list = argument.removeprefix("--") in _LISTS
+        is_list = argument.removeprefix("--") in lists
         result.append(argument)
     return result
 
 
-def _refuse_unknown(arguments: Sequence[str]) -> None:
+def _refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
     """jsonargparse refuses unknown keys too, but does not say which one was meant."""
-    known = [f.name for f in fields(LayerBench)]
     used = [a[2:].partition("=")[0] for a in arguments if a.startswith("--")]
     if "--config" in arguments[:-1]:
         path = Path(arguments[arguments.index("--config") + 1])

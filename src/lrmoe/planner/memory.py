@@ -3,13 +3,13 @@
 A layer call peaks in one of a few moments, which follow ``compute.py`` and ``layer.py`` step by
 step (what a step no longer needs is freed before the next):
 
-    outputs    forward: gate_up outputs, scaled h and outputs of all pairs
-    sums       forward: gate_up outputs and outputs of all pairs, their sums per token row
+    outputs    forward: gate_up outputs, scaled h and outputs of all pairs, their sums per token row
+    joining    forward, with replicas: gathered rows and gate_up outputs, these twice
     compact    forward, draw="forward": gate_up outputs and x rows of all pairs and of kept ones
     payload    backward: gradient rows of the kept pairs' tokens, one row per pair gathered
     gated      backward: gathered rows, dh, d(gate_up), scaled h
     wgrad      backward: d(gate_up), gathered inputs; weight gradients, the replicas' included
-    dgrad      backward: dx of every pair and its sums per token row; all weight gradients
+    dgrad      backward: d(gate_up), dx and its sums per token row; all weight gradients
     home       backward, last: replicas' gradients, and on the way home; their sums in float32
 
 Always there are the home experts' weights and the gradients that earlier micro-batches of the step
@@ -19,8 +19,8 @@ left, the replicas' weights, what the forward pass saved, and the rank's own rou
     source     routing weights, ids, |h|^2; outputs by router mode
 
 With ``draw="forward"`` dropped pairs leave nothing behind, so x rows and gate_up outputs count as
-kept ones. Where there can be replicas, a product runs once per weight buffer and the two results
-are joined, so its output counts twice for a moment. Everything is linear in rows and pairs
+kept ones. A product runs once per weight buffer, so with replicas gate_up outputs are joined from
+two. Everything is linear in rows and pairs
 (:class:`~lrmoe.planner.problem.MemoryCosts`), which is what lets the planner treat a memory budget
 as a cap on pairs.
 
@@ -126,34 +126,39 @@ class LayerShape:
         D, F, b = self.hidden, self.ffn, self.dtype_bytes
         gate_up_is_new = self.save == "inputs" or self.draw == "forward"
         made = 0 if gate_up_is_new else -2 * F  # counted with what is saved
-        joined = 2 if self.has_replicas else 1
-        outputs = max(3 * F + joined * D, (D + 2 * joined * F) if self.has_replicas else 0)
         again = 2 * F if self.save == "inputs" else 0
         is_joined = self.moves_pairs and self.save == "activations"  # with that of moved pairs
         joined_state = 2 * F if is_joined else 0
         is_early = self.draw == "forward"
         x_rows = D if is_early else 0
+        sums = 2 * D if self.has_replicas else D  # of the first weight buffer, and of the second
         # Notes of a kept pair: row, place, coefficient; of both passes: <G, y> or |h|^2.
         notes = _FLOAT32 + (0 if self.draw == "forward" else 2 * _INT32 + _FLOAT32)
         earlier = int(self.has_gradients)
         moved_rows = D if self.moves_pairs else 0
 
-        def forward(name: str, pair: int, row: int, has_saved: bool = not is_early) -> Moment:
+        def forward(
+            name: str, pair: int, row: int, part: int = 0, has_saved: bool = not is_early
+        ) -> Moment:
             return Moment(
                 name=name,
                 is_backward=False,
                 has_saved=has_saved,
                 pair=b * (pair + made),
+                part=b * part,
                 row=b * row,
                 gradients=earlier,
             )
 
-        def backward(name: str, pair: int, row: int, replicas: int = 0, staged: int = 0) -> Moment:
+        def backward(
+            name: str, pair: int, row: int, part: int = 0, replicas: int = 0, staged: int = 0
+        ) -> Moment:
             return Moment(
                 name=name,
                 is_backward=True,
                 has_saved=True,
                 pair=b * (pair + joined_state) + notes,
+                part=b * part,
                 row=b * (row + moved_rows),
                 gradients=earlier + int(replicas > 0),
                 replica_gradients=replicas,
@@ -161,16 +166,16 @@ class LayerShape:
             )
 
         found = [
-            forward("outputs", outputs, x_rows),
-            forward("sums", 2 * F + D, x_rows + D),
+            forward("outputs", 3 * F, x_rows + sums, part=D),
             backward("payload", D, D),
             backward("gated", D + 4 * F + again, 0),
-            backward("wgrad", joined * D + 2 * F, 0, replicas=1),
-            backward("dgrad", D, D, replicas=1),
+            backward("wgrad", D + 2 * F, 0, replicas=1),
+            backward("dgrad", 2 * F, sums, part=D, replicas=1),
         ]
         if is_early:
             found.append(forward("compact", 2 * F, D, has_saved=True))
         if self.has_replicas:
+            found.append(forward("joining", D + 4 * F, x_rows))
             found.append(backward("home", 0, 0, replicas=2, staged=_GRADIENTS_HOME))
         return tuple(m for m in found if not any(m.is_below(other) for other in found))
 
@@ -185,6 +190,8 @@ class Moment:
     """Whether what is saved is there already."""
     pair: int
     """Of each pair of the pass (backward: kept ones)."""
+    part: int
+    """Of each pair of one weight buffer at a time: home experts', then replicas'."""
     row: int
     """Of each token row received in the pass."""
     gradients: int = 0
@@ -199,10 +206,11 @@ class Moment:
         passes = (self.is_backward, self.has_saved)
         if self == other or passes != (other.is_backward, other.has_saved):
             return False
-        return all(
-            getattr(self, name) <= getattr(other, name)
-            for name in ("pair", "gradients", "replica_gradients", "staged")
-        ) and (self.pair + self.row <= other.pair + other.row)
+        mine, theirs = ((m.pair, m.pair + m.part, m.pair + m.part + m.row) for m in (self, other))
+        names = ("gradients", "replica_gradients", "staged")
+        return all(a <= b for a, b in zip(mine, theirs, strict=True)) and all(
+            getattr(self, name) <= getattr(other, name) for name in names
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +233,8 @@ class MemoryItems:
     """Of this layer's home experts: what earlier micro-batches left, and this call's."""
     optimizer_W: Int
     other_W: Int
+    held_W: Int
+    """Saved between the two passes, whatever the moment of the peak."""
     moment_W: tuple[str, ...]
     """The moment of each rank's peak, which the items are of."""
     layers: int
@@ -253,8 +263,7 @@ class MemoryItems:
     def whole_step(self) -> Int:
         """All layers' weights, gradients, optimizer and saved state, and one layer at its peak."""
         resting_W = 2 * self.home_weights_W  # a gradient as large as the weights
-        saved_W = self.dispatch_rows_W + self.saved_state_W
-        others_W = (self.layers - 1) * (resting_W + saved_W)
+        others_W = (self.layers - 1) * (resting_W + self.held_W)
         total_W: Int = self.layer_call + others_W + self.layers * self.optimizer_W + self.other_W
         return total_W
 
@@ -268,7 +277,7 @@ def even_share(shape: LayerShape, total_pairs: int, kept_share: float) -> tuple[
     work = 0
     for moment in shape.moments():
         of_pass = kept if moment.is_backward else pairs
-        work = max(work, of_pass * moment.pair + min(of_pass, tokens) * moment.row)
+        work = max(work, of_pass * (moment.pair + moment.part) + min(of_pass, tokens) * moment.row)
     return saved * shape.saved_pair_bytes + min(saved, tokens) * shape.row_bytes, work
 
 
@@ -282,9 +291,9 @@ def memory_costs(shape: LayerShape) -> tuple[MemoryCosts, ...]:
     for moment in shape.moments():
         forward_row = forward_pair = kept_row = kept_pair = 0
         if moment.is_backward:
-            kept_row, kept_pair = moment.row, moment.pair
+            kept_row, kept_pair = moment.row, moment.pair + moment.part
         else:
-            forward_row, forward_pair = moment.row, moment.pair
+            forward_row, forward_pair = moment.row, moment.pair + moment.part
         if moment.has_saved and saves_kept:
             kept_row, kept_pair = kept_row + row, kept_pair + pair
         elif moment.has_saved:
@@ -318,7 +327,12 @@ def saved_costs(shape: LayerShape) -> MemoryCosts:
 
 
 def memory_items(
-    shape: LayerShape, plan: Plan, rows_2W: Int | None = None, staging_W: Int | None = None
+    shape: LayerShape,
+    plan: Plan,
+    rows_2W: Int | None = None,
+    staging_W: Int | None = None,
+    *,
+    has_home_gradients: bool = True,
 ) -> MemoryItems:
     """Bytes of every rank by category, at the moment of its peak.
 
@@ -326,17 +340,25 @@ def memory_items(
         rows_2W: token rows received by each rank in the forward and the backward pass, as counted
             in a layer call. ``None``: the planner's bound, at most one row per pair, and per token.
         staging_W: ``None``: what the plan predicts, zero where it predicts nothing.
+        has_home_gradients: ``False``: as if those took no memory.
     """
     W = shape.ranks
-    on_rank_VW = (plan.instance_rank_V[:, None] == np.arange(W)[None, :]).astype(np.int64)
     kept_V = plan.backward_V
     if kept_V is None:
         kept_V = plan.quota_E[plan.instance_expert_V]
-    pairs_2W = np.stack([plan.forward_WV.sum(0) @ on_rank_VW, kept_V @ on_rank_VW])
+
+    def by_rank(values_V: Int) -> Int:
+        summed_W: Int = np.bincount(plan.instance_rank_V, values_V, W).astype(np.int64)
+        return summed_W
+
+    of_pass_2V = (plan.forward_WV.sum(0), kept_V)
+    pairs_2W = np.stack([by_rank(of_pass_V) for of_pass_V in of_pass_2V])
+    away_2W = np.stack([by_rank(of_pass_V * plan.is_replica) for of_pass_V in of_pass_2V])
+    part_2W = np.maximum(away_2W, pairs_2W - away_2W)
     if rows_2W is None:
-        rows_2W = _row_bounds(shape, plan, on_rank_VW, kept_V)
+        rows_2W = _row_bounds(shape, plan, kept_V)
     home_W = np.diff((np.arange(W + 1) * shape.experts + W - 1) // W)
-    replicas_W = plan.is_replica.astype(np.int64) @ on_rank_VW
+    replicas_W = by_rank(plan.is_replica.astype(np.int64))
     if staging_W is None:
         staging_W = np.zeros(W, np.int64) if plan.predicted is None else plan.predicted.staging_W
     # A rank without replicas joins nothing; the planner's bound does not know which ones these are.
@@ -355,12 +377,13 @@ def memory_items(
     by_moment = {
         "replica_gradients": of_moments("replica_gradients") * replicas_W * shape.expert_bytes,
         "staging": of_moments("staged") * staging_W,
-        "gradients": of_moments("gradients") * home_W * shape.expert_bytes,
+        "gradients": of_moments("gradients") * home_W * shape.expert_bytes * has_home_gradients,
         "dispatch_rows": of_moments("has_saved") * rows_2W[saved] * shape.row_bytes,
         "saved_state": of_moments("has_saved") * pairs_2W[saved] * shape.saved_pair_bytes
         + shape.source_bytes,
         "payload_rows": of_moments("row") * rows_2W[is_backward_A],
-        "workspace": of_moments("pair") * pairs_2W[is_backward_A],
+        "workspace": of_moments("pair") * pairs_2W[is_backward_A]
+        + of_moments("part") * part_2W[is_backward_A],
     }
     total_AW = sum(by_moment.values(), np.zeros((len(moments), W), np.int64))
     peak_W = np.where(may_be_AW, total_AW, -1).argmax(0)
@@ -370,14 +393,19 @@ def memory_items(
         replica_weights_W=replicas_W * shape.expert_bytes,
         optimizer_W=home_W * 3 * shape.hidden * shape.ffn * shape.optimizer_bytes,
         other_W=np.full(W, shape.other_bytes),
+        held_W=rows_2W[saved] * shape.row_bytes
+        + pairs_2W[saved] * shape.saved_pair_bytes
+        + shape.source_bytes,
         moment_W=tuple(moments[a].name for a in peak_W),
         layers=shape.layers,
         **at_peak,
     )
 
 
-def _row_bounds(shape: LayerShape, plan: Plan, on_rank_VW: Int, kept_V: Int) -> Int:
+def _row_bounds(shape: LayerShape, plan: Plan, kept_V: Int) -> Int:
     """Rows received by each rank in both passes: at most one per pair, and one per token."""
+    ranks_W = np.arange(shape.ranks)
+    on_rank_VW = (plan.instance_rank_V[:, None] == ranks_W[None, :]).astype(np.int64)
     total_V = np.maximum(plan.forward_WV.sum(0), 1)
     kept_WV = plan.backward_WV
     if kept_WV is None:

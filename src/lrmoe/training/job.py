@@ -14,6 +14,8 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def _run(settings: TrainSettings, ranks: Ranks, started: float) -> Outcome:
     if resume_from is not None and _reached_end(trainer, resume_from, console):
         checkpoint.load_model(resume_from, model)
         return _finished(job, model, started)
-    with stop.listening():
+    with stop.listening(), _traced(job, model_config, handle):
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     if stop.stopped:
         return _stopped(job, trainer.state.global_step)
@@ -141,6 +143,12 @@ def _quieten(ranks: Ranks) -> None:
 
 def _claim(settings: TrainSettings) -> Path:
     """The run directory, made if this is a new run."""
+    if settings.trace is not None:
+        trace = Path(settings.trace)
+        if trace.exists() or not trace.absolute().parent.is_dir():
+            raise ValueError(
+                f"trace={settings.trace!r}: must be a new file in an existing directory"
+            )
     root = Path(settings.run_dir or default_run_dir())
     if settings.resume:
         if not root.is_dir():
@@ -158,7 +166,7 @@ def _agreement(job: _Job, model_config: Any) -> dict[str, Any]:
     settings = job.settings
     values: dict[str, Any] = {}
     for section, fields in settings.to_dict().items():
-        if section in ("run_dir", "resume", "nproc", "parallel"):
+        if section in ("run_dir", "resume", "nproc", "trace", "trace_pairs", "parallel"):
             continue
         for key, value in fields.items():
             if key not in _FREE.get(section, ()):
@@ -204,6 +212,37 @@ def _resume_point(job: _Job, agreement: dict[str, Any]) -> Path | None:
     directory.summary.unlink(missing_ok=True)
     job.console.print(f"resuming from {found.newest.name}", highlight=False)
     return found.newest
+
+
+@contextmanager
+def _traced(job: _Job, model_config: Any, handle: Any) -> Iterator[None]:
+    """Record the routing of the layers inside, if the settings ask for it. Collective."""
+    settings, ranks = job.settings, job.ranks
+    if settings.trace is None:
+        yield
+        return
+    from lrmoe.cluster.trace import Recorder, TraceInfo, join
+
+    path = Path(settings.trace)
+    info = TraceInfo(
+        ranks=ranks.world_size,
+        ep_size=settings.parallel.ep_size or 1,
+        experts=num_experts(model_config),
+        top_k=model_config.num_experts_per_tok,
+        hidden=model_config.hidden_size,
+        ffn=model_config.moe_intermediate_size,
+        dtype_bytes=2 if settings.training.bf16 or settings.model.dtype == "bfloat16" else 4,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        has_pairs=settings.trace_pairs,
+        settings=settings.recalibration.to_dict(),
+    )
+    recorder = Recorder(path, info, ranks.rank)
+    for state in handle.states:
+        state.recorder = recorder
+    yield
+    recorder.close()
+    ranks.barrier()
+    ranks.on_first(lambda: join(path, info))
 
 
 def _reached_end(trainer: Any, resume_from: Path, console: Console) -> bool:

@@ -170,6 +170,10 @@ class TrainSettings:
     """Continue from the newest complete checkpoint in ``run_dir``."""
     nproc: int | None = None
     """Ranks to start on this machine; ``None``: one, or those that torchrun started."""
+    trace: str | None = None
+    """File for the routing of every layer call (Parquet), as ``lrmoe replay`` reads it."""
+    trace_pairs: bool = False
+    """Whether the trace also holds the expert ids and scores of all pairs."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -181,6 +185,12 @@ class TrainSettings:
             _at_least("nproc", self.nproc, 1)
         if self.resume and self.run_dir is None:
             raise ValueError("resume=True with run_dir=None: name the run directory to continue")
+        if self.trace_pairs and self.trace is None:
+            raise ValueError("trace_pairs=True with trace=None: name the file of the trace")
+        if self.trace is not None and self.parallel.ep_implementation != "lrmoe":
+            raise ValueError(
+                f"trace={self.trace!r}: only parallel.ep_implementation='lrmoe' can be traced"
+            )
 
     def on_ranks(self, world_size: int) -> TrainSettings:
         """The settings with the sizes of the mesh filled in.

@@ -1,0 +1,188 @@
+"""A replay of a trace with pair ids against the run that was traced, field by field."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import lrmoe
+import lrmoe.state
+from lrmoe import Budget, LayerState, Recalibration
+from lrmoe.cluster.cost import Rows
+from lrmoe.cluster.exact import planned_problem, replay_pairs, totals
+from lrmoe.cluster.trace import Recorder, TraceInfo, join, read_trace
+from lrmoe.planner import Costs, plan
+from lrmoe.state import pairs_by_rank
+from tests.ranks import run_ranks
+
+D, F, E, K, LAYERS, STEPS, MICRO = 8, 4, 8, 3, 2, 2, 2
+TOKENS = (37, 90)  # by rank
+CONFIGS = [
+    Recalibration(rate=0.0),
+    Recalibration(rate=0.3, seed=3),
+    Recalibration(rate=0.4, placement="recalibrated", budget=Budget(slots=2)),
+    Recalibration(rate=0.0, placement="recalibrated", budget=Budget(slots=2)),
+    Recalibration(rate=0.3, placement="symi", budget=Budget(slots=2)),
+    Recalibration(rate=0.5, selection="top"),
+    Recalibration(rate=0.5, selection="top", placement="recalibrated", quotas="makespan"),
+    Recalibration(rate=0.25, selection="top", scope="local", router_grad="exact"),
+    Recalibration(rate=0.3, selection="random", scope="local", save="inputs"),
+    Recalibration(rate=0.3, selection="random_unbiased", placement="llep"),
+]
+
+
+def skewed_ids(generator, tokens):
+    logits = torch.randn(tokens, E, generator=generator) + torch.linspace(2, 0, E)
+    return logits.topk(K).indices
+
+
+def free_links(*_):
+    """So few pairs would never pay for an expert's weights."""
+    return Costs()
+
+
+@pytest.fixture(autouse=True)
+def _free_links(monkeypatch):
+    monkeypatch.setattr(lrmoe.state, "link_costs", free_links)
+
+
+def traced_run(rank, world_size, directory):
+    """Reports and records of every config on this rank; writes one trace per config."""
+    lrmoe.state.link_costs = free_links
+    outcome = []
+    for i, config in enumerate(CONFIGS):
+        path = Path(directory) / f"{i}.parquet"
+        info = TraceInfo(
+            ranks=world_size, ep_size=world_size, experts=E, top_k=K, hidden=D, ffn=F,
+            dtype_bytes=4, has_pairs=True, settings=config.to_dict(),
+        )  # fmt: skip
+        recorder = Recorder(path, info, rank)
+        states = [LayerState(config, layer) for layer in range(LAYERS)]
+        for state in states:
+            state.recorder, state.captured = recorder, []
+        generator = torch.Generator().manual_seed(100 * i + rank)
+        e = E // world_size
+        weights = [
+            (
+                torch.randn(e, 2 * F, D, generator=generator).requires_grad_(),
+                torch.randn(e, D, F, generator=generator).requires_grad_(),
+            )
+            for _ in states
+        ]
+        reports = []
+        for _ in range(STEPS):
+            for _ in range(MICRO):
+                x = torch.randn(TOKENS[rank], D, generator=generator).requires_grad_()
+                for state, (gate_up, down) in zip(states, weights, strict=True):
+                    p = torch.rand(TOKENS[rank], K, generator=generator).requires_grad_()
+                    ids = skewed_ids(generator, TOKENS[rank])
+                    y = lrmoe.experts(x, ids, p, gate_up, down, group=dist.group.WORLD, state=state)
+                    x = x + y
+                x.square().sum().backward()
+            for state in states:
+                state.finish_step()
+            reports.append([state.report() for state in states])
+        recorder.close()
+        dist.barrier()
+        if rank == 0:
+            join(path, info)
+        outcome.append((reports, [state.captured for state in states]))
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("traces")
+    return directory, run_ranks(traced_run, 2, str(directory), timeout=120)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("i", range(len(CONFIGS)))
+def test_a_trace_with_pairs_reproduces_its_run_exactly(run, i):
+    directory, of_rank = run
+    trace = read_trace(directory / f"{i}.parquet")
+    replays = list(replay_pairs(trace))
+    assert len(replays) == LAYERS * STEPS * MICRO
+    for rank, outcome in enumerate(of_rank):
+        reports, captured = outcome[i]
+        for layer in range(LAYERS):
+            mine = [r for r in replays if r.layer == layer]
+            for record, made in zip(captured[layer], mine, strict=True):
+                assert torch.equal(record.kept, made.kept_W[rank])
+                assert torch.equal(record.weight, made.weight_W[rank])
+                assert record.kept.sum() == made.kept_WV[rank].sum()
+            for step in range(STEPS):
+                report, of_step = reports[step][layer], [r for r in mine if r.step == step]
+                W = len(of_rank)
+                others = [r for r in range(W) if r != rank]
+                assert report.kept_pairs == sum(r.kept_WV.sum() for r in of_step)
+                assert report.replicas == sum(r.plan.num_replicas for r in of_step)
+                assert report.moved_rows == sum(r.moved_W[rank] for r in of_step)
+                for b, phase in enumerate(("fwd", "bwd")):
+                    rows = sum(r.rows_2WW[b, rank, others].sum() for r in of_step)
+                    assert getattr(report, f"payload_rows_{phase}") == rows
+                    assert getattr(report, f"bytes_{phase}") == sum(
+                        r.bytes_2W[b, rank] for r in of_step
+                    )
+                    load = [r.plan.forward_WV if b == 0 else r.kept_WV for r in of_step]
+                    load_W = sum(
+                        pairs_by_rank(r.plan, pairs).sum(0)
+                        for r, pairs in zip(of_step, load, strict=True)
+                    )
+                    assert getattr(report, f"gemm_rows_{phase}") == load_W[rank]
+
+
+@pytest.mark.dist
+def test_the_runs_cover_what_can_go_wrong(run):
+    directory, _ = run
+    of_config = [
+        totals(list(replay_pairs(read_trace(directory / f"{i}.parquet"))))
+        for i in range(len(CONFIGS))
+    ]
+    assert any(t["moved_rows"] for t in of_config)
+    assert any(t["replicas"] for t in of_config)
+    assert len({t["kept_pairs"] for t in of_config}) > 4
+
+
+@pytest.mark.dist
+def test_other_settings_on_the_same_trace(run):
+    directory, _ = run
+    trace = read_trace(directory / "0.parquet")
+    half = list(replay_pairs(trace, Recalibration(rate=0.5)))
+    for made in half:
+        assert made.kept_WV.sum() == made.plan.quota_E.sum() < made.plan.forward_WV.sum()
+        assert np.array_equal(sum(k.sum() for k in made.kept_W), made.kept_WV.sum())
+    with pytest.raises(ValueError, match="does not say hidden"):
+        next(replay_pairs(replace(trace, info=replace(trace.info, hidden=0))))
+    with pytest.raises(ValueError, match="has counts alone"):
+        next(replay_pairs(replace(trace, info=replace(trace.info, has_pairs=False))))
+    with pytest.raises(ValueError, match="selection='router'"):
+        next(replay_pairs(trace, replace(CONFIGS[5], selection="router")))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("i", range(5))
+def test_counts_alone_give_the_same_plans_and_nearly_the_same_rows(run, i):
+    """The stated bounds: all but token rows exact; rows within 12 % of every rank and call where
+    pairs are drawn at random."""
+    directory, _ = run
+    trace = read_trace(directory / f"{i}.parquet")
+    exact = list(replay_pairs(trace))
+    of_layer = {layer: LayerState(CONFIGS[i], layer) for layer in range(LAYERS)}
+    n = 0
+    for calls in trace.calls:
+        state = of_layer[calls.layer]
+        for c, counts_WE in enumerate(calls.counts_CWE):
+            state.step, state.micro_batch = int(calls.step_C[c]), int(calls.micro_batch_C[c])
+            made = plan(planned_problem(trace.info, state, counts_WE, 0))
+            state.past_counts.append(counts_WE)
+            assert np.array_equal(made.quota_E, exact[n].plan.quota_E)
+            assert np.array_equal(made.forward_WV, exact[n].plan.forward_WV)
+            assert np.array_equal(made.backward_WV, exact[n].kept_WV)
+            rows = Rows.expected(made, counts_WE.sum(1) // K, K, 2)
+            known_2W = exact[n].rows_2WW.sum(1)
+            assert rows.received_2W == pytest.approx(known_2W, rel=0.12)
+            n += 1
