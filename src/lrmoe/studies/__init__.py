@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 # What is studied -> the module whose ``main`` runs it, and a line for the help.
 STUDIES = {
+    "memory": ("lrmoe.studies.memory", "simulated: where the memory of a layer call goes"),
     "systems": ("lrmoe.studies.systems", "simulated: throughput, memory and time at cluster scale"),
 }
 
