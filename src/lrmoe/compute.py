@@ -51,7 +51,7 @@ class Groups:
 class ForwardWork:
     """What the experts make of the rows they receive."""
 
-    gate_up_R2F: torch.Tensor
+    gate_up_R2F: torch.Tensor | None
     output: torch.Tensor
     """Outputs of the pairs [R, D], or their sums per token row [U, D]."""
     h_norm_sq_R: torch.Tensor
@@ -94,18 +94,25 @@ def forward_experts(
     experts: Experts,
     *,
     returns_pairs: bool,
+    keeps_gate_up: bool,
 ) -> ForwardWork:
     """``scale * down(act(gate) * up)`` of every pair, with the scale inside the down projection.
 
     Args:
         returns_pairs: give the outputs of the pairs, not their sums per token row.
+        keeps_gate_up: give the gate_up outputs too; else they are freed before the down projection.
     """
     x_RD = gather_rows(x_UD, row_R, "rows")
-    gate_up_R2F = _gate_up(x_RD, groups, experts)
+    gate_up_R2F: torch.Tensor | None = _gate_up(x_RD, groups, experts)
+    assert gate_up_R2F is not None
     # What joins the products of two weight buffers is there twice.
-    joined = _nbytes(x_RD) + 2 * gate_up_R2F.nbytes if _joins(groups, experts) else 0
+    twice = 1 + _joins(groups, experts)
+    peak = _nbytes(x_RD) + twice * gate_up_R2F.nbytes
     del x_RD
     scaled_h_RF, h_norm_sq_R = gated_forward(gate_up_R2F, scale_R, experts.act)
+    peak = max(peak, _nbytes(gate_up_R2F, scaled_h_RF))
+    if not keeps_gate_up:
+        gate_up_R2F = None
     outputs = _products(scaled_h_RF, lambda w: w.down_eDF.transpose(1, 2), groups, experts)
     if returns_pairs:
         output = _joined(outputs)
@@ -116,7 +123,7 @@ def forward_experts(
         gate_up_R2F=gate_up_R2F,
         output=output,
         h_norm_sq_R=h_norm_sq_R,
-        peak_bytes=max(joined, _nbytes(gate_up_R2F, scaled_h_RF) + largest),
+        peak_bytes=max(peak, _nbytes(gate_up_R2F, scaled_h_RF) + largest),
     )
 
 
@@ -207,8 +214,8 @@ def _joins(groups: Groups, experts: Experts) -> bool:
     return experts.replicas is not None and len(groups.offsets_e) > len(experts.home.down_eDF)
 
 
-def _nbytes(*tensors: torch.Tensor) -> int:
-    return sum(t.nbytes for t in tensors)
+def _nbytes(*tensors: torch.Tensor | None) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 def _gate_up(x_RD: torch.Tensor, groups: Groups, experts: Experts) -> torch.Tensor:

@@ -196,9 +196,15 @@ class _RecalibratedExperts(torch.autograd.Function):
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
         rows = groups(arrived.order, plan.forward_WV, plan, exchange)
         work = compute.forward_experts(
-            arrived.x_UD, arrived.row_R, scale_R, rows, local, returns_pairs=returns_pairs
+            arrived.x_UD,
+            arrived.row_R,
+            scale_R,
+            rows,
+            local,
+            returns_pairs=returns_pairs,
+            keeps_gate_up=config.save == "activations" and call.is_differentiable,
         )
-        gate_up_R2F: torch.Tensor | None = work.gate_up_R2F
+        gate_up_R2F = work.gate_up_R2F
         y_TKD = None
         if returns_pairs:
             y_MD = dispatch.return_pairs(work.output, arrived.order, splits, exchange)

@@ -3,7 +3,9 @@
 Shape letters: W ranks, E experts.
 """
 
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,6 +204,47 @@ def test_a_memory_budget_of_the_step_binds_and_is_kept():
         assert "memory_bytes" in str(error)
         assert peak < 2 * hidden
     assert len({str(done[-1][2]) for done in ranks}) == 1
+
+
+def _drift(rank, world_size, num_steps, budget):
+    """Steps in which the hot experts move on; what each used, and the process's memory then."""
+    lrmoe.state.link_costs = lambda *_: Costs()
+    config = Recalibration(rate=0.0, placement="recalibrated", budget=budget)
+    state = LayerState(config)
+    case = make_case(num_tokens=0, num_experts=16, hidden=64, width=64, dtype=torch.float32)
+    e = 16 // world_size
+    weights = [t[rank * e : (rank + 1) * e].requires_grad_() for t in (case.gate_up, case.down)]
+    generator = torch.Generator().manual_seed(rank)
+    used = []
+    for step in range(num_steps):
+        distance = (torch.arange(16) - 16 * step / 250) % 16
+        noise = torch.rand(400, 16, generator=generator) + 0.6 * (distance < 5)
+        x = torch.randn(400, 64, generator=generator).requires_grad_()
+        p = torch.rand(400, 4, generator=generator)
+        output = experts(
+            x, noise.topk(4).indices, p, *weights, group=dist.group.WORLD, state=state
+        )
+        output.backward(torch.ones_like(output))
+        for weight in weights:
+            weight.grad = None
+        state.finish_step()
+        report = state.report()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        used.append((report.memory_step, report.backward_fraction, report.replicas, resident))
+    return used
+
+
+def test_five_hundred_steps_of_drifting_skew_stay_below_the_budget_and_do_not_grow():
+    free = run_ranks(_drift, 2, 250, TWO_SLOTS, timeout=100)
+    most = max(step for used in free for step, *_ in used)
+    budget = Budget(slots=2, memory=int(0.9 * most), c_max=0.8)
+    for used in run_ranks(_drift, 2, 500, budget, timeout=150):
+        assert max(step for step, *_ in used) <= budget.memory
+        fractions = [fraction for _, fraction, *_ in used]
+        assert 0.3 < min(fractions) < max(fractions) < 1  # the budget binds, now more, now less
+        assert max(replicas for *_, replicas, _ in used) > 0
+        resident = [of_step for *_, of_step in used]
+        assert max(resident[400:]) - max(resident[100:200]) < 8e6
 
 
 def test_what_a_dropped_graph_saved_is_not_counted_for_ever():

@@ -115,8 +115,8 @@ def test_with_replicas_gate_up_outputs_are_joined_from_two_products():
     rate = Fraction(9, 10)
     problem = PlanProblem(counts_WE=counts_WE, rate=rate, placement="recalibrated")
     items = memory_items(shape, plan(problem))
-    assert items.moment_W == ("outputs", "joining")  # rank 0 has no replica, and joins nothing
-    assert items.workspace_W.tolist() == [400 * 4 * (3 * 64 + 8), 400 * 4 * (8 + 4 * 64)]
+    assert items.moment_W == ("h", "gate_up")  # rank 0 has no replica, and joins nothing
+    assert items.workspace_W.tolist() == [400 * 4 * 3 * 64, 400 * 4 * (8 + 4 * 64)]
 
 
 def test_measured_rows_replace_the_bound():

@@ -3,8 +3,10 @@
 A layer call peaks in one of a few moments, which follow ``compute.py`` and ``layer.py`` step by
 step (what a step no longer needs is freed before the next):
 
-    outputs    forward: gate_up outputs, scaled h and outputs of all pairs, their sums per token row
-    joining    forward, with replicas: gathered rows and gate_up outputs, these twice
+    gate_up    forward: gathered rows and gate_up outputs, with replicas these twice
+    h          forward: gate_up outputs and scaled h
+    outputs    forward: gate_up outputs unless save="inputs", scaled h and outputs of all pairs, and
+               their sums per token row
     compact    forward, draw="forward": gate_up outputs and x rows of all pairs and of kept ones
     payload    backward: gradient rows of the kept pairs' tokens, one row per pair gathered
     gated      backward: gathered rows, dh, d(gate_up), scaled h
@@ -166,16 +168,18 @@ class LayerShape:
             )
 
         found = [
-            forward("outputs", 3 * F, x_rows + sums, part=D),
+            forward("gate_up", D + (4 if self.has_replicas else 2) * F, x_rows),
+            forward("h", 3 * F, x_rows),
+            forward("outputs", F if self.save == "inputs" else 3 * F, x_rows + sums, part=D),
             backward("payload", D, D),
             backward("gated", D + 4 * F + again, 0),
             backward("wgrad", D + 2 * F, 0, replicas=1),
             backward("dgrad", 2 * F, sums, part=D, replicas=1),
         ]
         if is_early:
-            found.append(forward("compact", 2 * F, D, has_saved=True))
+            gate_up = 0 if self.save == "inputs" else 2 * F
+            found.append(forward("compact", gate_up, D, has_saved=True))
         if self.has_replicas:
-            found.append(forward("joining", D + 4 * F, x_rows))
             found.append(backward("home", 0, 0, replicas=2, staged=_GRADIENTS_HOME))
         return tuple(m for m in found if not any(m.is_below(other) for other in found))
 
