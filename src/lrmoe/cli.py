@@ -108,6 +108,7 @@ def _in_module(name: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train or fine-tune an MoE model under expert parallelism"),
     "bench": (_in_module("lrmoe.bench"), "timings beside the peers that run on this machine"),
+    "study": (_in_module("lrmoe.studies"), "the paper's experiments and ours"),
     "check": (_in_module("lrmoe.check"), "environment, versions, and a parity self-check"),
     "report": (report, "one HTML page that compares run directories"),
 }

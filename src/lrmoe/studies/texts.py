@@ -1,0 +1,71 @@
+"""The two kinds of text that every machine with a Python has: source code and English prose."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from lrmoe.studies.settings import Protocol
+from lrmoe.training.data import TextData, load_text, standard_library_files
+from lrmoe.training.settings import DataSettings
+
+# Prose is a fifth of the code, so more of it is held out.
+_HELD_OUT = {"code": 0.05, "prose": 0.1}
+
+
+def study_text(protocol: Protocol) -> TextData:
+    """Both splits of the protocol's text, as bytes.
+
+    ``code`` is the source of the standard library. ``prose`` is Python's documentation topics and
+    the docstrings of the standard library, a document per topic and per module, in an order that
+    mixes the two.
+    """
+
+    def load(path: str | None) -> TextData:
+        return load_text(
+            DataSettings(
+                path=path,
+                block_size=protocol.block_size,
+                validation_share=_HELD_OUT[protocol.text],
+                validation_blocks=protocol.validation_blocks,
+            )
+        )
+
+    if protocol.text == "code":
+        return load(None)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in prose_documents():
+            # Documents are read in the order of their names.
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            (Path(folder) / f"{digest}.txt").write_text(text)
+        return load(folder)
+
+
+def prose_documents() -> Iterator[tuple[str, str]]:
+    """Names and English texts."""
+    from pydoc_data.topics import topics
+
+    yield from ((f"topic {name}", text) for name, text in topics.items())
+    for number, file in enumerate(standard_library_files()):
+        text = "\n\n".join(_docstrings(file.read_bytes()))
+        if text:
+            yield f"module {number}", text
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # templates and samples of broken code
+            return
+    for node in ast.walk(tree):
+        text = ast.get_docstring(node) if isinstance(node, documented) else None
+        # Lone surrogates in an example have no bytes.
+        if text and text.isascii():
+            yield text
