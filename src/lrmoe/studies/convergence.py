@@ -37,7 +37,7 @@ def main(arguments: Sequence[str], section: str = "convergence") -> int:
     add("--grid", type=Path, default=DEFAULT_GRID, help="YAML file with the runs")
     add("--section", default=section, help="section of that file")
     add("--stages", nargs="+", metavar="NAME", help="only these stages")
-    add("--rows", type=Path, default=Path(f"results/{section}.jsonl"), help="file of the rows")
+    add("--rows", type=Path, default=Path("results/convergence.jsonl"), help="file of the rows")
     add("--runs", type=int, metavar="N", help="stop after N runs; 0 only shows what there is")
     add("--shard", default="0/1", metavar="I/N", help="every N-th of the runs, from the I-th")
     add("--cache", type=Path, default=Path("runs/study"), help="directory of checkpoints")

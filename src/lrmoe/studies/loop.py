@@ -146,7 +146,7 @@ class Loop:
         for step, batch in enumerate(self._batches, start=1):
             started = time.process_time()
             ids_BS = block_ids(self.text.train, batch)
-            self.loss = self.backward(ids_BS)
+            self.loss = backward(self.model, ids_BS, self.run.protocol.bf16)
             if self.run.protocol.max_grad_norm > 0:
                 lrmoe.clip_grad_norm_(self.model, self.run.protocol.max_grad_norm)
             self.optimizer.step()
@@ -157,15 +157,16 @@ class Loop:
             yield step
             self.model.train()
 
-    def backward(self, ids_BS: torch.Tensor) -> float:
-        """Adds the gradients of a batch; returns its language loss."""
-        with _autocast(self.run.protocol.bf16):
-            loss_BS, auxiliary = token_loss(self.model, ids_BS)
-        # As Hugging Face does: the mean over the tokens that have a successor.
-        loss = loss_BS.sum() / (loss_BS.numel() - len(loss_BS))
-        with lrmoe.token_losses(loss_BS.reshape(-1)):
-            torch.autograd.backward(loss + auxiliary)
-        return loss.item()
+
+def backward(model: nn.Module, ids_BS: torch.Tensor, bf16: bool = False) -> float:
+    """Adds the gradients of a batch; returns its language loss."""
+    with _autocast(bf16):
+        loss_BS, auxiliary = token_loss(model, ids_BS)
+    # As Hugging Face does: the mean over the tokens that have a successor.
+    loss = loss_BS.sum() / (loss_BS.numel() - len(loss_BS))
+    with lrmoe.token_losses(loss_BS.reshape(-1)):
+        torch.autograd.backward(loss + auxiliary)
+    return loss.item()
 
 
 def configure(model: nn.Module, arm: Arm, seed: int) -> Handle:
