@@ -218,12 +218,14 @@ def gradient(
     """The gradient as a vector per group, and the share of pairs kept by quarters of token loss.
 
     Args:
-        draw: a number of its own makes an independent draw.
+        draw: a number of its own makes an independent draw; the same one repeats it.
     """
-    configure(model, arm, seed=draw)
+    handle = configure(model, arm, seed=draw)
+    handle.load_state_dict({"layers": [{"step": 0, "micro_batch": 0}] * len(handle.states)})
     model.zero_grad()
     with lrmoe.capture(model) as records:
         backward(model, ids_BS)
+    handle.finish_step()  # drops the counters of this call
     vectors = _vectors(model)
     if arm.is_exact:
         return vectors, {}

@@ -7,6 +7,7 @@ import hashlib
 import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from lrmoe.studies.settings import Protocol
@@ -18,31 +19,34 @@ _HELD_OUT = {"code": 0.05, "prose": 0.1}
 
 
 def study_text(protocol: Protocol) -> TextData:
-    """Both splits of the protocol's text, as bytes.
+    """Both splits of the protocol's text, as bytes; read once.
 
     ``code`` is the source of the standard library. ``prose`` is Python's documentation topics and
     the docstrings of the standard library, a document per topic and per module, in an order that
     mixes the two.
     """
+    return _load(protocol.text, protocol.block_size, protocol.validation_blocks)
 
-    def load(path: str | None) -> TextData:
-        return load_text(
-            DataSettings(
-                path=path,
-                block_size=protocol.block_size,
-                validation_share=_HELD_OUT[protocol.text],
-                validation_blocks=protocol.validation_blocks,
-            )
-        )
 
-    if protocol.text == "code":
-        return load(None)
+@lru_cache(maxsize=2)
+def _load(text: str, block_size: int, validation_blocks: int) -> TextData:
+    if text == "code":
+        return load_text(_data(text, None, block_size, validation_blocks))
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in prose_documents():
+        for name, document in prose_documents():
             # Documents are read in the order of their names.
             digest = hashlib.sha256(name.encode()).hexdigest()
-            (Path(folder) / f"{digest}.txt").write_text(text)
-        return load(folder)
+            (Path(folder) / f"{digest}.txt").write_text(document)
+        return load_text(_data(text, folder, block_size, validation_blocks))
+
+
+def _data(text: str, path: str | None, block_size: int, validation_blocks: int) -> DataSettings:
+    return DataSettings(
+        path=path,
+        block_size=block_size,
+        validation_share=_HELD_OUT[text],
+        validation_blocks=validation_blocks,
+    )
 
 
 def prose_documents() -> Iterator[tuple[str, str]]:

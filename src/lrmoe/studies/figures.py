@@ -1,0 +1,330 @@
+"""``lrmoe study figures``: every figure and table of the studies from their rows, one command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lrmoe.studies import rows
+from lrmoe.studies.convergence import describe
+from lrmoe.studies.rows import Row, run_of
+from lrmoe.studies.settings import Arm, Protocol
+from lrmoe.studies.statistics import Estimate, paired
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {
+    "sampled": "#3b6ea8",
+    "sampled, drawn forward": "#7fb2e5",
+    "random_unbiased": "#5a9e6f",
+    "top": "#c8713c",
+    "random": "#b8a03c",
+    "router": "#9467a8",
+    "gradient": "#777777",
+    "weighted_gradient": "#aaaaaa",
+    "token_loss": "#c06080",
+}
+_GROUPS = {"down": "down projections", "all": "all parameters"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draws what the rows allow; returns the exit code.
+
+    Raises:
+        ValueError: for a mistake of the user.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lrmoe study figures",
+        description="Figures as PNG, and all tables as one Markdown page.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--results", type=Path, default=Path("results"), help="directory of the rows")
+    add("--images", type=Path, default=Path("docs/images"), help="directory of the figures")
+    add("--tables", type=Path, default=Path("docs/convergence-tables.md"), help="the page")
+    options = parser.parse_args(arguments)
+    runs = rows.load(options.results / "convergence.jsonl")
+    gradients = rows.load(options.results / "gradient.jsonl")
+    if not runs and not gradients:
+        raise ValueError(f"results={str(options.results)!r}: holds no rows of these studies")
+    options.images.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures(runs, gradients).items():
+        path = options.images / f"{name}.png"
+        # Without a time stamp, the same rows give the same file.
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        sys.stdout.write(f"{path}\n")
+    options.tables.write_text(tables(runs, gradients))
+    sys.stdout.write(f"{options.tables}\n")
+    return 0
+
+
+def figures(runs: Sequence[Row], gradients: Sequence[Row]) -> dict[str, Figure]:
+    """The figures by name; those without rows are absent."""
+    found: dict[str, Figure] = {}
+    comparisons = paired(runs)
+    if any(not c["arm"].is_exact for c in comparisons):
+        found["convergence_rates"] = _rates(comparisons)
+        found["convergence_arms"] = _arms(comparisons)
+        found["convergence_where"] = _where(runs)
+    if gradients:
+        found["gradient_averaging"] = _averaging(gradients)
+        found["gradient_bias"] = _bias(gradients)
+    return found
+
+
+def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
+    """Every comparison as Markdown."""
+    parts = [
+        "# Tables of the convergence study",
+        "Written by `lrmoe study figures` from `results/*.jsonl`; not edited by hand. "
+        "[What they mean](convergence.md).",
+    ]
+    comparisons = paired(runs)
+    for protocol in _protocols(comparisons):
+        mine = [c for c in comparisons if c["protocol"] == protocol]
+        parts += [f"## {describe(protocol)}", _comparison_table(mine)]
+    for study in dict.fromkeys(row["study"] for row in gradients):
+        parts += [
+            f"## Gradients: {study}",
+            _gradient_table([row for row in gradients if row["study"] == study]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def rule_name(arm: Arm) -> str:
+    """The rule and its draw."""
+    config = arm.recalibration
+    return config.selection + (", drawn forward" if config.draw == "forward" else "")
+
+
+def _is_plain(arm: Arm) -> bool:
+    """Whether nothing but rule, draw and rate differs from the default."""
+    config = arm.recalibration
+    plain = Arm.from_dict({"rate": config.rate, "selection": config.selection, "draw": config.draw})
+    return plain == arm and isinstance(config.rate, float)
+
+
+def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
+    """Excess loss by rate, a panel per protocol, a line per rule."""
+    shown = [c for c in comparisons if _is_plain(c["arm"])]
+    protocols = _protocols(shown)
+    figure, panels = _panels(len(protocols), width=4.2, height=3.4)
+    for axes, protocol in zip(panels, protocols, strict=True):
+        by_rule: dict[str, list[dict[str, Any]]] = {}
+        for c in shown:
+            if c["protocol"] == protocol and not c["arm"].is_exact:
+                by_rule.setdefault(rule_name(c["arm"]), []).append(c)
+        for rule, mine in by_rule.items():
+            mine.sort(key=lambda c: c["arm"].recalibration.rate)
+            rates = [0.0] + [100 * c["arm"].recalibration.rate for c in mine]
+            means = [0.0] + [c["excess"].mean for c in mine]
+            errors = [0.0] + [c["excess"].standard_error or 0.0 for c in mine]
+            axes.errorbar(
+                rates, means, errors, fmt="o-", ms=4, capsize=3, label=rule, color=_COLORS[rule]
+            )
+        seeds = max(c["excess"].count for c in shown if c["protocol"] == protocol)
+        axes.axhline(0, color="black", lw=0.8)
+        axes.set_title(f"{describe(protocol)}\n{_seeds(seeds)}", fontsize="small")
+        axes.set(xlabel="rate C, %", ylabel="validation loss over C0, %")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def _arms(comparisons: Sequence[dict[str, Any]]) -> Figure:
+    """Every arm as a bar with its standard error and its seeds, a panel per protocol."""
+    protocols = _protocols([c for c in comparisons if not c["arm"].is_exact])
+    most = max(sum(c["protocol"] == p for c in comparisons) for p in protocols)
+    figure, panels = _panels(len(protocols), width=7.0, height=1.2 + 0.22 * most)
+    for axes, protocol in zip(panels, protocols, strict=True):
+        mine = [c for c in comparisons if c["protocol"] == protocol and not c["arm"].is_exact]
+        mine.sort(key=lambda c: -c["excess"].mean)
+        names = [c["arm"].name for c in mine]
+        means = [c["excess"].mean if math.isfinite(c["excess"].mean) else 0.0 for c in mine]
+        errors = [c["excess"].standard_error or 0.0 for c in mine]
+        colors = [_COLORS[rule_name(c["arm"])] for c in mine]
+        axes.barh(names, means, xerr=errors, color=colors, alpha=0.7, capsize=2)
+        for i, c in enumerate(mine):
+            axes.plot(c["excess_by_seed"], [i] * len(c["excess_by_seed"]), "k.", ms=4)
+        axes.axvline(0, color="black", lw=0.8)
+        axes.set_title(describe(protocol), fontsize="small")
+        axes.set_xlabel("validation loss over C0, %; points: seeds")
+        axes.tick_params(axis="y", labelsize="x-small")
+        axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def _where(runs: Sequence[Row]) -> Figure:
+    """Change of the quantiles of the tokens' losses: do easy or hard tokens suffer?"""
+    exact = {_pair_key(row): row for row in runs if run_of(row).arm.is_exact}
+    changes: dict[tuple[str, float], list[list[float]]] = {}
+    for row in runs:
+        arm = run_of(row).arm
+        partner = exact.get(_pair_key(row))
+        if arm.is_exact or partner is None or not _is_plain(arm):
+            continue
+        if row["regime"] != "scratch" or row["val_loss"] is None:
+            continue
+        mine, its = row["val_loss_quantiles"], partner["val_loss_quantiles"]
+        change = [a - b for a, b in zip(mine, its, strict=True)]
+        changes.setdefault((rule_name(arm), row["rate"]), []).append(change)
+    rates = sorted({rate for _, rate in changes if rate in (0.2, 0.5)})
+    figure, panels = _panels(max(len(rates), 1), width=4.6, height=3.4)
+    for axes, rate in zip(panels, rates, strict=False):
+        for (rule, its_rate), values in changes.items():
+            if its_rate == rate:
+                mean = [sum(v) / len(v) for v in zip(*values, strict=True)]
+                axes.plot((10, 25, 50, 75, 90), mean, "o-", ms=4, label=rule, color=_COLORS[rule])
+        axes.axhline(0, color="black", lw=0.8)
+        axes.set_title(f"C{100 * rate:g}, all runs from scratch", fontsize="small")
+        axes.set(xlabel="quantile of the tokens' losses, %", ylabel="loss over C0, nats")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def _pair_key(row: Row) -> tuple[str, int]:
+    run = run_of(row)
+    return repr(run.protocol), run.seed
+
+
+def _averaging(gradients: Sequence[Row]) -> Figure:
+    """How the error of the mean gradient falls with the number of batches."""
+    places = _by_place(gradients)
+    study = next(iter(places))[0]
+    step = max(step for name, step in places if name == study)
+    figure, panels = _panels(2 * len(_GROUPS), width=4.2, height=3.4)
+    shown = [(group, rate) for group in _GROUPS for rate in (0.2, 0.5)]
+    for axes, (group, rate) in zip(panels, shown, strict=True):
+        for row in places[study, step]:
+            if row["rate"] == rate:
+                rule = _row_rule(row)
+                counts, errors = zip(*row["groups"][group]["error_mean_by_batches"], strict=True)
+                axes.loglog(counts, errors, "o-", ms=3, label=rule, color=_COLORS[rule])
+        title = f"{study}, step {step}: {_GROUPS[group]}, C{100 * rate:g}"
+        axes.set_title(title, fontsize="small")
+        axes.set(xlabel="batches averaged", ylabel="error of the mean gradient, relative")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def _bias(gradients: Sequence[Row]) -> Figure:
+    """Error of one batch, bias of the mean, and what easy and hard tokens gain, at C50 and C20."""
+    row_sets = _by_place(gradients)
+    measures = {
+        "error_one": "error of one batch's gradient",
+        "bias": "bias, over the mean gradient",
+        "progress_easy": "gain of easy tokens, over exact",
+        "progress_hard": "gain of hard tokens, over exact",
+    }
+    figure, panels = _panels(len(measures), width=4.6, height=3.6)
+    study = next(iter(row_sets))[0]
+    steps = [step for name, step in row_sets if name == study]
+    for axes, (key, title) in zip(panels, measures.items(), strict=True):
+        rules = dict.fromkeys((_row_rule(row), row["rate"]) for row in row_sets[study, steps[-1]])
+        for rule, rate in rules:
+            values = [
+                next(
+                    row["groups"]["down"][key]
+                    for row in row_sets[study, step]
+                    if (_row_rule(row), row["rate"]) == (rule, rate)
+                )
+                for step in steps
+            ]
+            style = "o--" if rate == 0.2 else "o-"
+            axes.plot(
+                steps, values, style, ms=4, color=_COLORS[rule], label=f"{rule} C{100 * rate:g}"
+            )
+        axes.set_title(f"{study}, down projections: {title}", fontsize="small")
+        axes.set(xlabel="step of exact training")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="xx-small", ncols=2)
+    return figure
+
+
+def _row_rule(row: Row) -> str:
+    return str(row["selection"]) + (", drawn forward" if row["draw"] == "forward" else "")
+
+
+def _by_place(gradients: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    places: dict[tuple[str, int], list[Row]] = {}
+    for row in gradients:
+        places.setdefault((row["study"], row["step"]), []).append(row)
+    return places
+
+
+def _protocols(comparisons: Sequence[dict[str, Any]]) -> list[Protocol]:
+    """Those with something to compare, in order."""
+    by_name = {repr(c["protocol"]): c["protocol"] for c in comparisons if not c["arm"].is_exact}
+    return list(by_name.values())
+
+
+def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| arm | seeds | kept | score mass | loss | over C0, % | std. error | 95 % bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for c in comparisons:
+        excess: Estimate = c["excess"]
+        cells = ["", "", ""]
+        if not c["arm"].is_exact:
+            cells = [
+                f"{excess.mean:+.2f}",
+                "" if excess.standard_error is None else f"{excess.standard_error:.2f}",
+                "" if excess.bound is None else f"{excess.bound:+.2f}",
+            ]
+        lines.append(
+            f"| {c['arm'].name} | {excess.count} | {c['backward_fraction']:.3f} | "
+            f"{c['score_mass']:.3f} | {c['loss'].mean:.4f} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def _gradient_table(gradients: Sequence[Row]) -> str:
+    lines = [
+        "| step | arm | group | error of one batch | cosine | length | bias | noise of one batch | "
+        "error of one draw | of their mean | easy | hard |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in gradients:
+        for group, g in row["groups"].items():
+            numbers = [
+                g[key]
+                for key in (
+                    "error_one",
+                    "cosine_one",
+                    "length_one",
+                    "bias",
+                    "noise_one",
+                    "error_draw",
+                    "error_mean_draw",
+                    "progress_easy",
+                    "progress_hard",
+                )
+            ]
+            cells = " | ".join(f"{x:.3f}" for x in numbers)
+            lines.append(f"| {row['step']} | {row['arm']} | {group} | {cells} |")
+    return "\n".join(lines)
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    # Figure without pyplot: no display, no global state.
+    from matplotlib.figure import Figure
+
+    columns = min(count, 2)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    every = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in every[count:]:
+        axes.axis("off")
+    return figure, every[:count]
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"up to {count} seeds"
