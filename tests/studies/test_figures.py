@@ -32,7 +32,7 @@ def gradient_rows():
             "study": "tiny",
             "step": step,
             "selection": rule,
-            "draw": "backward",
+            "settings_arm": {"rate": rate, "selection": rule},
             "groups": {g: group(0.1) for g in ("down", "all")},
         }
         for step in (50, 200)

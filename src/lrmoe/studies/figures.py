@@ -28,6 +28,9 @@ _COLORS = {
     "gradient": "#777777",
     "weighted_gradient": "#aaaaaa",
     "token_loss": "#c06080",
+    "pooled": "#000000",
+    "pooled-half": "#5555bb",
+    "pooled-by-count": "#55bbbb",
 }
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 
@@ -99,14 +102,18 @@ def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
 def rule_name(arm: Arm) -> str:
     """The rule and its draw."""
     config = arm.recalibration
+    if arm.experiment is not None:
+        return arm.experiment
     return config.selection + (", drawn forward" if config.draw == "forward" else "")
 
 
 def _is_plain(arm: Arm) -> bool:
     """Whether nothing but rule, draw and rate differs from the default."""
     config = arm.recalibration
-    plain = Arm.from_dict({"rate": config.rate, "selection": config.selection, "draw": config.draw})
-    return plain == arm and isinstance(config.rate, float)
+    own = {"rate": config.rate, "selection": config.selection, "draw": config.draw}
+    if arm.experiment is not None:
+        own |= {"experiment": arm.experiment, "scope": "global"}
+    return Arm.from_dict(own) == arm and isinstance(config.rate, float)
 
 
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
@@ -249,7 +256,7 @@ def _bias(gradients: Sequence[Row]) -> Figure:
 
 
 def _row_rule(row: Row) -> str:
-    return str(row["selection"]) + (", drawn forward" if row["draw"] == "forward" else "")
+    return rule_name(Arm.from_dict(row["settings_arm"]))
 
 
 def _by_place(gradients: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:

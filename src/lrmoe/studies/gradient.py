@@ -24,6 +24,7 @@ from torch import nn
 
 import lrmoe
 from lrmoe.studies import rows
+from lrmoe.studies.experiments import experiment
 from lrmoe.studies.grid import DEFAULT_GRID
 from lrmoe.studies.loop import (
     Loop,
@@ -195,8 +196,8 @@ def compare(
             "arm": arm.name,
             "selection": arm.recalibration.selection,
             "rate": arm.recalibration.to_dict()["rate"],
-            "draw": arm.recalibration.draw,
             "router_grad": arm.recalibration.router_grad,
+            "settings_arm": arm.to_dict(),
             "batches": study.batches,
             "draws": study.draws,
             "groups": {
@@ -223,7 +224,7 @@ def gradient(
     handle = configure(model, arm, seed=draw)
     handle.load_state_dict({"layers": [{"step": 0, "micro_batch": 0}] * len(handle.states)})
     model.zero_grad()
-    with lrmoe.capture(model) as records:
+    with lrmoe.capture(model) as records, experiment(arm.experiment):
         backward(model, ids_BS)
     handle.finish_step()  # drops the counters of this call
     vectors = _vectors(model)

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 import lrmoe
 from lrmoe.integrations.transformers import Handle
+from lrmoe.studies.experiments import experiment
 from lrmoe.studies.settings import Arm, Protocol, Run
 from lrmoe.studies.texts import study_text
 from lrmoe.training.balance import CorrectionBias
@@ -146,7 +147,8 @@ class Loop:
         for step, batch in enumerate(self._batches, start=1):
             started = time.process_time()
             ids_BS = block_ids(self.text.train, batch)
-            self.loss = backward(self.model, ids_BS, self.run.protocol.bf16)
+            with experiment(self.run.arm.experiment):
+                self.loss = backward(self.model, ids_BS, self.run.protocol.bf16)
             if self.run.protocol.max_grad_norm > 0:
                 lrmoe.clip_grad_norm_(self.model, self.run.protocol.max_grad_norm)
             self.optimizer.step()

@@ -75,6 +75,14 @@ class Arm:
     """Its ``seed`` is not used: it is that of the run."""
     exact_layers: tuple[int, ...] = ()
     """MoE layers that keep every pair; negative numbers count from the last."""
+    experiment: str | None = None
+    """A rule of ``lrmoe.studies.experiments``."""
+
+    def __post_init__(self) -> None:
+        from lrmoe.studies.experiments import EXPERIMENTS
+
+        if self.experiment is not None:
+            _among("experiment", self.experiment, tuple(EXPERIMENTS))
 
     @property
     def is_exact(self) -> bool:
@@ -85,7 +93,8 @@ class Arm:
         """Plain values, all of them: a row keeps its meaning if a default changes."""
         values = self.recalibration.to_dict()
         del values["seed"]
-        return {**values, "exact_layers": list(self.exact_layers)}
+        own = {"exact_layers": list(self.exact_layers), "experiment": self.experiment}
+        return {**values, **own}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Arm:
@@ -99,8 +108,10 @@ class Arm:
             raise ValueError(f"arm {own!r}: has no rate")
         if "seed" in own:
             raise ValueError(f"seed={own['seed']!r} in an arm: seeds belong to the stage")
-        layers = tuple(own.pop("exact_layers", ()))
-        return cls(recalibration=Recalibration.from_dict(own), exact_layers=layers)
+        layers, experiment = tuple(own.pop("exact_layers", ())), own.pop("experiment", None)
+        return cls(
+            recalibration=Recalibration.from_dict(own), exact_layers=layers, experiment=experiment
+        )
 
     @property
     def name(self) -> str:

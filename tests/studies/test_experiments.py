@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+
+from lrmoe import Recalibration, recalibrate
+from lrmoe.studies import loop
+from lrmoe.studies.experiments import EXPERIMENTS, experiment, pooled
+from lrmoe.studies.settings import Arm
+from tests.studies.grids import run
+
+COUNT, QUOTA = np.array([6, 0, 10]), np.array([3, 0, 5])
+CONFIG = Recalibration(rate=0.5, scope="global", min_inclusion=0.1)
+
+
+def draw(seed, score_N, normalised=0.0, config=CONFIG):
+    generator = torch.Generator().manual_seed(seed)
+    return pooled(score_N, COUNT, QUOTA, None, config, generator, normalised=normalised)
+
+
+@pytest.mark.parametrize("normalised", [0.0, 0.5, 1.0])
+def test_pooled_quotas_keep_the_total_and_are_unbiased(normalised):
+    torch.manual_seed(3)
+    score_N = torch.rand(16) ** 6
+    value_N = torch.randn(16, dtype=torch.float64)
+    sums = []
+    for seed in range(4000):
+        chosen = draw(seed, score_N, normalised)
+        assert len(chosen.kept_P) == 8
+        assert torch.equal(chosen.kept_P, chosen.kept_P.unique())
+        sums.append(float(value_N[chosen.kept_P] @ chosen.weight_P.double()))
+    error = np.std(sums) / len(sums) ** 0.5
+    assert abs(np.mean(sums) - float(value_N.sum())) < 4 * error
+
+
+def test_pooled_quotas_follow_the_scores_across_experts():
+    score_N = torch.cat([torch.full((6,), 1e-4), torch.ones(10)])
+    kept = [int((draw(seed, score_N).kept_P < 6).sum()) for seed in range(200)]
+    assert np.mean(kept) < 1.5  # by count it would be 3
+    same = [int((draw(seed, score_N, 1.0).kept_P < 6).sum()) for seed in range(200)]
+    assert np.mean(same) == pytest.approx(3, abs=0.2)
+
+
+def test_all_zero_scores_are_drawn_uniformly():
+    assert len(draw(0, torch.zeros(16)).kept_P) == 8
+
+
+def test_an_experiment_ends_with_its_context():
+    original = recalibrate._select
+    with experiment("pooled"):
+        assert recalibrate._select is EXPERIMENTS["pooled"]
+    assert recalibrate._select is original
+
+
+def test_it_runs_in_the_real_layer_at_the_same_rate(tmp_path):
+    arm = {"rate": 0.5, "scope": "global"}
+    plain = loop.train(run(arm=arm), tmp_path)
+    tried = loop.train(run(arm={**arm, "experiment": "pooled"}), tmp_path)
+    # Quotas are rounded up per expert, so they depend on the routing.
+    assert tried["backward_fraction"] == pytest.approx(plain["backward_fraction"], abs=0.02)
+    assert tried["val_loss"] != plain["val_loss"]
+    assert "experiment=pooled" in tried["arm"]
+
+
+def test_what_it_cannot_run_in_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="experiment='best': allowed are"):
+        Arm.from_dict({"rate": 0.5, "experiment": "best"})
+    with pytest.raises(ValueError, match="needs an unbiased rule and scope='global'"):
+        draw(0, torch.ones(16), config=Recalibration(rate=0.5, selection="top"))
