@@ -33,11 +33,8 @@ def _load(text: str, block_size: int, validation_blocks: int) -> TextData:
     if text == "code":
         return load_text(_data(text, None, block_size, validation_blocks))
     with tempfile.TemporaryDirectory() as folder:
-        for name, document in prose_documents():
-            # Documents are read in the order of their names.
-            digest = hashlib.sha256(name.encode()).hexdigest()
-            (Path(folder) / f"{digest}.txt").write_text(document)
-        return load_text(_data(text, folder, block_size, validation_blocks))
+        path = str(prose_folder(Path(folder)))
+        return load_text(_data(text, path, block_size, validation_blocks))
 
 
 def _data(text: str, path: str | None, block_size: int, validation_blocks: int) -> DataSettings:
@@ -47,6 +44,16 @@ def _data(text: str, path: str | None, block_size: int, validation_blocks: int) 
         validation_share=_HELD_OUT[text],
         validation_blocks=validation_blocks,
     )
+
+
+def prose_folder(folder: Path) -> Path:
+    """The folder, with the documents of ``prose`` written into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, document in prose_documents():
+        # Documents are read in the order of their names.
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        (folder / f"{digest}.txt").write_text(document)
+    return folder
 
 
 def prose_documents() -> Iterator[tuple[str, str]]:
