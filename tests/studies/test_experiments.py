@@ -4,7 +4,7 @@ import torch
 
 from lrmoe import Recalibration, recalibrate
 from lrmoe.studies import loop
-from lrmoe.studies.experiments import EXPERIMENTS, experiment, pooled
+from lrmoe.studies.experiments import EXPERIMENTS, Predicted, make, pooled, selecting, shared_quotas
 from lrmoe.studies.settings import Arm
 from tests.studies.grids import run
 
@@ -45,10 +45,46 @@ def test_all_zero_scores_are_drawn_uniformly():
 
 
 def test_an_experiment_ends_with_its_context():
-    original = recalibrate._select
-    with experiment("pooled"):
-        assert recalibrate._select is EXPERIMENTS["pooled"]
+    original, rule = recalibrate._select, make("pooled")
+    with selecting(rule):
+        assert recalibrate._select is rule
     assert recalibrate._select is original
+    with selecting(make(None)):
+        assert recalibrate._select is original
+
+
+def test_shared_quotas_keep_the_total_within_bounds():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        count_E = generator.integers(0, 40, 8)
+        quota_E = np.minimum(np.maximum(1, np.ceil(count_E / 2)), count_E).astype(np.int64)
+        found_E = shared_quotas(generator.exponential(size=8) ** 4, count_E, quota_E)
+        assert found_E.sum() == quota_E.sum()
+        assert (found_E <= count_E).all()
+        assert (found_E >= np.minimum(count_E, 1)).all()
+
+
+def test_predicted_quotas_follow_what_earlier_steps_had():
+    score_N = torch.cat([torch.full((6,), 1e-4), torch.ones(10)])
+    rule = Predicted(normalised=0.0)
+    kept = []
+    for step in range(3):
+        rule.begin_step()
+        for scores in (score_N, score_N.flip(0)):  # two layers with their own memory
+            generator = torch.Generator().manual_seed(step)
+            chosen = rule(scores, COUNT, QUOTA, None, CONFIG, generator)
+            kept.append(int((chosen.kept_P < 6).sum()))
+    assert kept[:2] == [3, 3]  # nothing is known yet: by count
+    assert kept[2] < 3 < kept[3]
+    assert kept[4] < 3 < kept[5]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("draw", ["backward", "forward"])
+def test_every_experiment_trains(name, draw, tmp_path):
+    arm = {"rate": 0.5, "scope": "global", "experiment": name, "draw": draw}
+    row = loop.train(run(arm=arm), tmp_path)
+    assert row["backward_fraction"] == pytest.approx(0.5, abs=0.03)
 
 
 def test_it_runs_in_the_real_layer_at_the_same_rate(tmp_path):
@@ -64,5 +100,5 @@ def test_it_runs_in_the_real_layer_at_the_same_rate(tmp_path):
 def test_what_it_cannot_run_in_is_refused(tmp_path):
     with pytest.raises(ValueError, match="experiment='best': allowed are"):
         Arm.from_dict({"rate": 0.5, "experiment": "best"})
-    with pytest.raises(ValueError, match="needs an unbiased rule and scope='global'"):
+    with pytest.raises(ValueError, match="need an unbiased rule and scope='global'"):
         draw(0, torch.ones(16), config=Recalibration(rate=0.5, selection="top"))

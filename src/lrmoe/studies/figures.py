@@ -31,6 +31,8 @@ _COLORS = {
     "pooled": "#000000",
     "pooled-half": "#5555bb",
     "pooled-by-count": "#55bbbb",
+    "predicted": "#996633",
+    "predicted-half": "#339966",
 }
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 

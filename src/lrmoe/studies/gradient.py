@@ -23,8 +23,7 @@ import yaml
 from torch import nn
 
 import lrmoe
-from lrmoe.studies import rows
-from lrmoe.studies.experiments import experiment
+from lrmoe.studies import experiments, rows
 from lrmoe.studies.grid import DEFAULT_GRID
 from lrmoe.studies.loop import (
     Loop,
@@ -224,7 +223,8 @@ def gradient(
     handle = configure(model, arm, seed=draw)
     handle.load_state_dict({"layers": [{"step": 0, "micro_batch": 0}] * len(handle.states)})
     model.zero_grad()
-    with lrmoe.capture(model) as records, experiment(arm.experiment):
+    rule = experiments.make(arm.experiment)
+    with lrmoe.capture(model) as records, experiments.selecting(rule):
         backward(model, ids_BS)
     handle.finish_step()  # drops the counters of this call
     vectors = _vectors(model)

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 import lrmoe
 from lrmoe.integrations.transformers import Handle
-from lrmoe.studies.experiments import experiment
+from lrmoe.studies import experiments
 from lrmoe.studies.settings import Arm, Protocol, Run
 from lrmoe.studies.texts import study_text
 from lrmoe.training.balance import CorrectionBias
@@ -136,6 +136,7 @@ class Loop:
         )
         self._bias = CorrectionBias(model, rate=1e-3)
         self._batches = batches(run, len(text.train))
+        self._rule = experiments.make(run.arm.experiment)
         self.loss = math.nan
         """Language loss of the last step's text, before the step."""
         self.cpu_s = 0.0
@@ -147,7 +148,7 @@ class Loop:
         for step, batch in enumerate(self._batches, start=1):
             started = time.process_time()
             ids_BS = block_ids(self.text.train, batch)
-            with experiment(self.run.arm.experiment):
+            with experiments.selecting(self._rule):
                 self.loss = backward(self.model, ids_BS, self.run.protocol.bf16)
             if self.run.protocol.max_grad_norm > 0:
                 lrmoe.clip_grad_norm_(self.model, self.run.protocol.max_grad_norm)
