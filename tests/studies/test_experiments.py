@@ -23,7 +23,7 @@ def test_pooled_quotas_keep_the_total_and_are_unbiased(normalised):
     score_N = torch.rand(16) ** 6
     value_N = torch.randn(16, dtype=torch.float64)
     sums = []
-    for seed in range(4000):
+    for seed in range(1000):
         chosen = draw(seed, score_N, normalised)
         assert len(chosen.kept_P) == 8
         assert torch.equal(chosen.kept_P, chosen.kept_P.unique())
@@ -79,22 +79,15 @@ def test_predicted_quotas_follow_what_earlier_steps_had():
     assert kept[4] < 3 < kept[5]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.parametrize("draw", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [*((name, "backward") for name in EXPERIMENTS), ("predicted-half", "forward")],
+)
 def test_every_experiment_trains(name, draw, tmp_path):
     arm = {"rate": 0.5, "scope": "global", "experiment": name, "draw": draw}
     row = loop.train(run(arm=arm), tmp_path)
     assert row["backward_fraction"] == pytest.approx(0.5, abs=0.03)
-
-
-def test_it_runs_in_the_real_layer_at_the_same_rate(tmp_path):
-    arm = {"rate": 0.5, "scope": "global"}
-    plain = loop.train(run(arm=arm), tmp_path)
-    tried = loop.train(run(arm={**arm, "experiment": "pooled"}), tmp_path)
-    # Quotas are rounded up per expert, so they depend on the routing.
-    assert tried["backward_fraction"] == pytest.approx(plain["backward_fraction"], abs=0.02)
-    assert tried["val_loss"] != plain["val_loss"]
-    assert "experiment=pooled" in tried["arm"]
+    assert f"experiment={name}" in row["arm"]
 
 
 def test_what_it_cannot_run_in_is_refused(tmp_path):

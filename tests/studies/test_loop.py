@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lrmoe.studies import loop
+from lrmoe.studies import loop, texts
 from lrmoe.studies.settings import Arm
 from lrmoe.studies.texts import study_text
-from tests.studies.grids import run
+from tests.studies.grids import protocol, run
 
 SAMPLED = {"rate": 0.5}
 
@@ -140,7 +140,25 @@ def test_a_run_that_diverges_is_a_result(monkeypatch, cache):
     assert row["ppl"] is None
 
 
-def test_other_optimizers_and_bf16_train(cache):
+@pytest.fixture
+def little_prose(monkeypatch):
+    """Docstrings of a few modules: parsing them all takes seconds."""
+    files = texts.standard_library_files()[:30]
+    monkeypatch.setattr(texts, "standard_library_files", lambda: files)
+    texts._load.cache_clear()
+    yield
+    texts._load.cache_clear()
+
+
+def test_prose_has_both_kinds_of_documents(little_prose):
+    names = [name for name, _ in texts.prose_documents()]
+    assert "topic assert" in names
+    assert any(name.startswith("module") for name in names)
+    data = study_text(protocol(text="prose", block_size=64, validation_blocks=64))
+    assert len(data.train) > 5 * len(data.validation) == 5 * 64
+
+
+def test_other_optimizers_and_bf16_train(cache, little_prose):
     row = loop.train(run(arm=SAMPLED, optimizer="adafactor", bf16=True, text="prose"), cache)
     assert math.isfinite(row["val_loss"])
     assert row["text_fingerprint"] != loop.train(run(), cache)["text_fingerprint"]

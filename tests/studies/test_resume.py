@@ -12,7 +12,7 @@ from lrmoe.studies import rows as row_file
 from lrmoe.studies.convergence import shard
 from tests.studies.grids import PROTOCOL, command, lines, row, run, stage, write_grid
 
-SLOW = {**PROTOCOL, "steps": 40}  # long enough to be killed in
+SLOW = {**PROTOCOL, "steps": 20}  # long enough to be killed in
 
 
 @pytest.fixture
