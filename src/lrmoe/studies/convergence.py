@@ -19,7 +19,7 @@ from lrmoe.studies.statistics import Estimate, paired
 if TYPE_CHECKING:
     from lrmoe.studies.rows import Row
 
-_WIDTH = 120  # where output goes to a file or a pipe
+_WIDTH = 150  # where output goes to a file or a pipe
 
 
 def main(arguments: Sequence[str], section: str = "convergence") -> int:
@@ -117,30 +117,36 @@ def describe(protocol: Protocol) -> str:
     return ", ".join([protocol.model, protocol.text, f"{protocol.steps} steps", *rest])
 
 
+COLUMNS = ("arm", "seeds", "kept", "score mass", "loss", "over C0, %", "std. error", "95 % bound")
+
+
+def cells(comparison: dict[str, Any]) -> list[str]:
+    """A line of a table with the columns of ``COLUMNS``."""
+    excess: Estimate = comparison["excess"]
+    line = [
+        comparison["arm"].name,
+        str(excess.count),
+        f"{comparison['backward_fraction']:.3f}",
+        f"{comparison['score_mass']:.3f}",
+        f"{comparison['loss'].mean:.4f}",
+    ]
+    if comparison["arm"].is_exact:
+        return [*line, "", "", ""]
+    return [
+        *line,
+        f"{excess.mean:+.2f}",
+        "" if excess.standard_error is None else f"{excess.standard_error:.2f}",
+        "" if excess.bound is None else f"{excess.bound:+.2f}",
+    ]
+
+
 def _table(protocol: Protocol, comparisons: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=describe(protocol), title_justify="left")
-    table.add_column("arm", no_wrap=True)
-    for name in ("seeds", "kept", "score mass", "loss", "over C0, %", "std. error", "95 % bound"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for c in comparisons:
-        excess: Estimate = c["excess"]
-        table.add_row(
-            c["arm"].name,
-            str(excess.count),
-            f"{c['backward_fraction']:.3f}",
-            f"{c['score_mass']:.3f}",
-            f"{c['loss'].mean:.4f}",
-            *(["", "", ""] if c["arm"].is_exact else _cells(excess)),
-        )
+    for i, name in enumerate(COLUMNS):
+        table.add_column(name, no_wrap=True, justify="right" if i else "left")
+    for comparison in comparisons:
+        table.add_row(*cells(comparison))
     return table
-
-
-def _cells(value: Estimate) -> list[str]:
-    return [
-        f"{value.mean:+.2f}",
-        "" if value.standard_error is None else f"{value.standard_error:.2f}",
-        "" if value.bound is None else f"{value.bound:+.2f}",
-    ]
 
 
 def _list(runs: Sequence[Run], found: Sequence[Row]) -> None:

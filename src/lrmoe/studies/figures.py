@@ -7,13 +7,14 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lrmoe.studies import rows
-from lrmoe.studies.convergence import describe
+from lrmoe.studies.convergence import COLUMNS, cells, describe
 from lrmoe.studies.rows import Row, run_of
 from lrmoe.studies.settings import Arm, Protocol
-from lrmoe.studies.statistics import Estimate, paired
+from lrmoe.studies.statistics import paired
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +24,8 @@ _COLORS = {
     "sampled, drawn forward": "#7fb2e5",
     "random_unbiased": "#5a9e6f",
     "top": "#c8713c",
+    "pooled, drawn forward": "#888888",
+    "pooled-half, drawn forward": "#aaaaee",
     "random": "#b8a03c",
     "router": "#9467a8",
     "gradient": "#777777",
@@ -104,9 +107,8 @@ def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
 def rule_name(arm: Arm) -> str:
     """The rule and its draw."""
     config = arm.recalibration
-    if arm.experiment is not None:
-        return arm.experiment
-    return config.selection + (", drawn forward" if config.draw == "forward" else "")
+    forward = ", drawn forward" if config.draw == "forward" else ""
+    return (arm.experiment or config.selection) + forward
 
 
 def _is_plain(arm: Arm) -> bool:
@@ -138,7 +140,8 @@ def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
             )
         seeds = max(c["excess"].count for c in shown if c["protocol"] == protocol)
         axes.axhline(0, color="black", lw=0.8)
-        axes.set_title(f"{describe(protocol)}\n{_seeds(seeds)}", fontsize="small")
+        title = "\n".join(wrap(f"{describe(protocol)}; {_seeds(seeds)}", 60))
+        axes.set_title(title, fontsize="x-small")
         axes.set(xlabel="rate C, %", ylabel="validation loss over C0, %")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
@@ -161,7 +164,7 @@ def _arms(comparisons: Sequence[dict[str, Any]]) -> Figure:
         for i, c in enumerate(mine):
             axes.plot(c["excess_by_seed"], [i] * len(c["excess_by_seed"]), "k.", ms=4)
         axes.axvline(0, color="black", lw=0.8)
-        axes.set_title(describe(protocol), fontsize="small")
+        axes.set_title("\n".join(wrap(describe(protocol), 90)), fontsize="small")
         axes.set_xlabel("validation loss over C0, %; points: seeds")
         axes.tick_params(axis="y", labelsize="x-small")
         axes.grid(alpha=0.3, axis="x")
@@ -219,41 +222,39 @@ def _averaging(gradients: Sequence[Row]) -> Figure:
         axes.set_title(title, fontsize="small")
         axes.set(xlabel="batches averaged", ylabel="error of the mean gradient, relative")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="xx-small", loc="lower left")
     return figure
 
 
 def _bias(gradients: Sequence[Row]) -> Figure:
-    """Error of one batch, bias of the mean, and what easy and hard tokens gain, at C50 and C20."""
-    row_sets = _by_place(gradients)
-    measures = {
-        "error_one": "error of one batch's gradient",
-        "bias": "bias, over the mean gradient",
-        "progress_easy": "gain of easy tokens, over exact",
-        "progress_hard": "gain of hard tokens, over exact",
-    }
-    figure, panels = _panels(len(measures), width=4.6, height=3.6)
-    study = next(iter(row_sets))[0]
-    steps = [step for name, step in row_sets if name == study]
-    for axes, (key, title) in zip(panels, measures.items(), strict=True):
-        rules = dict.fromkeys((_row_rule(row), row["rate"]) for row in row_sets[study, steps[-1]])
-        for rule, rate in rules:
-            values = [
-                next(
-                    row["groups"]["down"][key]
-                    for row in row_sets[study, step]
-                    if (_row_rule(row), row["rate"]) == (rule, rate)
-                )
-                for step in steps
-            ]
-            style = "o--" if rate == 0.2 else "o-"
-            axes.plot(
-                steps, values, style, ms=4, color=_COLORS[rule], label=f"{rule} C{100 * rate:g}"
-            )
-        axes.set_title(f"{study}, down projections: {title}", fontsize="small")
-        axes.set(xlabel="step of exact training")
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="xx-small", ncols=2)
+    """Error of one batch beside the bias of the mean, and what easy and hard tokens gain."""
+    places = _by_place(gradients)
+    study = next(iter(places))[0]
+    step = max(step for name, step in places if name == study)
+    figure, panels = _panels(4, width=5.4, height=3.4)
+    pairs = (
+        {"error_one": "error of one batch's gradient", "bias": "bias, over the mean gradient"},
+        {"progress_easy": "tokens below the median loss", "progress_hard": "above"},
+    )
+    titles = ("down projections", "gain of a small step, over exact (1)")
+    shown = [
+        (rate, keys, title)
+        for rate in (0.2, 0.5)
+        for keys, title in zip(pairs, titles, strict=True)
+    ]
+    for axes, (rate, measures, title) in zip(panels, shown, strict=True):
+        mine = [row for row in places[study, step] if row["rate"] == rate]
+        height = 0.38
+        for i, (key, label) in enumerate(measures.items()):
+            # Gains far below zero say no more than that the step makes the loss worse.
+            values = [max(row["groups"]["down"][key], -0.5) for row in mine]
+            at = [place + (i - 0.5) * height for place in range(len(mine))]
+            axes.barh(at, values, height, label=label, color=("#3b6ea8", "#c8713c")[i])
+        axes.set_yticks(range(len(mine)), [_row_rule(row) for row in mine], fontsize="x-small")
+        axes.set_title(f"{study}, step {step}, C{100 * rate:g}: {title}", fontsize="small")
+        axes.axvline(0, color="black", lw=0.8)
+        axes.grid(alpha=0.3, axis="x")
+        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     return figure
 
 
@@ -275,24 +276,8 @@ def _protocols(comparisons: Sequence[dict[str, Any]]) -> list[Protocol]:
 
 
 def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| arm | seeds | kept | score mass | loss | over C0, % | std. error | 95 % bound |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for c in comparisons:
-        excess: Estimate = c["excess"]
-        cells = ["", "", ""]
-        if not c["arm"].is_exact:
-            cells = [
-                f"{excess.mean:+.2f}",
-                "" if excess.standard_error is None else f"{excess.standard_error:.2f}",
-                "" if excess.bound is None else f"{excess.bound:+.2f}",
-            ]
-        lines.append(
-            f"| {c['arm'].name} | {excess.count} | {c['backward_fraction']:.3f} | "
-            f"{c['score_mass']:.3f} | {c['loss'].mean:.4f} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, comparisons)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _gradient_table(gradients: Sequence[Row]) -> str:

@@ -140,9 +140,9 @@ def measure(study: GradientStudy, path: Path, cache: Path) -> None:
     """Adds the rows of the study's steps and arms that the file lacks."""
     torch.set_num_threads(1)
     found = rows.open_for_append(path)
-    done = {(row["study"], row["step"], row["arm"]) for row in found}
+    done = [(row["study"], row["step"], Arm.from_dict(row["settings_arm"])) for row in found]
     wanted = {
-        step: [arm for arm in study.arms if (study.name, step, arm.name) not in done]
+        step: [arm for arm in study.arms if (study.name, step, arm) not in done]
         for step in study.at_steps
     }
     if not any(wanted.values()):

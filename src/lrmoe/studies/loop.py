@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 import lrmoe
 from lrmoe.integrations.transformers import Handle
+from lrmoe.report import LayerReport
 from lrmoe.studies import experiments
 from lrmoe.studies.settings import Arm, Protocol, Run
 from lrmoe.studies.texts import study_text
@@ -37,6 +38,7 @@ _CURVE_POINTS = 8
 _CURVE_BLOCKS = 64
 _EVALUATION_BLOCKS = 16
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_QUALITY = ("val_loss", "ppl", "val_loss_quantiles", "train_loss")  # None if the run diverged
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 # What pretraining shares with the run that continues it: seeds of runs are small numbers.
 _PRETRAINING_SEED = 1_000_000
@@ -69,35 +71,44 @@ def train(run: Run, cache: Path, on_step: OnStep = lambda step, steps: None) -> 
             curve.append([step, round(validate(model, few, run.protocol.bf16).mean().item(), 5)])
     wall_s = time.perf_counter() - started
     loss_T = validate(model, text.validation, run.protocol.bf16)
+    is_finite = math.isfinite(losses[-1]) and bool(loss_T.isfinite().all())
+    return {
+        **row,
+        **(_quality(loss_T, losses) if is_finite else dict.fromkeys(_QUALITY)),
+        **_work(reports),
+        "curve": curve,
+        "step_ms": trainer.cpu_s * 1e3 / len(losses),
+        "step_clock": "cpu",
+        "wall_s": wall_s,
+        "target_loss": None,
+        "ms_to_target": None,
+        "steps_to_target": None,
+    }
+
+
+def _quality(loss_T: torch.Tensor, losses: list[float]) -> dict[str, Any]:
     loss = loss_T.mean().item()
-    is_finite = math.isfinite(loss) and len(losses) == run.protocol.steps
-    pairs = [sum(r.pairs for r in layers) for layers in reports]
     quantiles = loss_T.quantile(torch.tensor(_QUANTILES, dtype=loss_T.dtype))
-    return (
-        row
-        | {
-            "val_loss": loss if is_finite else None,  # None: the run diverged
-            "ppl": math.exp(loss) if is_finite else None,
-            "val_loss_quantiles": [round(q, 5) for q in quantiles.tolist()] if is_finite else None,
-            "train_loss": fmean(losses[-50:]) if is_finite else None,
-            "curve": curve,
-            "backward_fraction": sum(sum(r.kept_pairs for r in layers) for layers in reports)
-            / sum(pairs),
-            "score_mass": fmean(r.score_mass for layers in reports for r in layers),
-            "score_mass_by_layer": [
-                round(fmean(layers[i].score_mass for layers in reports), 4)
-                for i in range(len(reports[0]))
-            ],
-            "moe_ms": fmean(sum(r.fwd_ms + r.bwd_ms for r in layers) for layers in reports),
-            "moe_clock": reports[0][0].clock,
-            "step_ms": trainer.cpu_s * 1e3 / len(losses),
-            "step_clock": "cpu",
-            "wall_s": wall_s,
-            "target_loss": None,
-            "ms_to_target": None,
-            "steps_to_target": None,
-        }
-    )
+    return {
+        "val_loss": loss,
+        "ppl": math.exp(loss),
+        "val_loss_quantiles": [round(q, 5) for q in quantiles.tolist()],
+        "train_loss": fmean(losses[-50:]),
+    }
+
+
+def _work(reports: list[list[LayerReport]]) -> dict[str, Any]:
+    """What the layers did, per step where it is not a share."""
+    pairs = sum(r.pairs for layers in reports for r in layers)
+    return {
+        "backward_fraction": sum(r.kept_pairs for layers in reports for r in layers) / pairs,
+        "score_mass": fmean(r.score_mass for layers in reports for r in layers),
+        "score_mass_by_layer": [
+            round(fmean(r.score_mass for r in calls), 4) for calls in zip(*reports, strict=True)
+        ],
+        "moe_ms": fmean(sum(r.fwd_ms + r.bwd_ms for r in layers) for layers in reports),
+        "moe_clock": reports[0][0].clock,
+    }
 
 
 def identity(run: Run, text: TextData, model: nn.Module) -> dict[str, Any]:

@@ -121,9 +121,12 @@ class Arm:
         config, default = self.recalibration, Arm().to_dict()
         rate = config.rate
         shown = f"{100 * rate:g}" if isinstance(rate, float) else _schedule_name(rate)
-        rest = {k: v for k, v in self.to_dict().items() if v != default[k]}
-        rest = {k: v for k, v in rest.items() if k not in ("rate", "selection")}
-        return " ".join([config.selection, f"C{shown}", *(f"{k}={v}" for k, v in rest.items())])
+        said = {"rate", "selection", "experiment"}
+        if self.experiment is not None:
+            said.add("scope")  # experiments have one
+        rest = {k: v for k, v in self.to_dict().items() if k not in said and v != default[k]}
+        rule = self.experiment or config.selection
+        return " ".join([rule, f"C{shown}", *(f"{k}={v}" for k, v in rest.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
