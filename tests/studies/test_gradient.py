@@ -35,6 +35,9 @@ def test_a_constant_error_is_bias_and_no_noise():
     assert found["bias"] == pytest.approx(float(bias.norm() / mean))
     assert found["noise_one"] == pytest.approx(0, abs=1e-6)
     assert found["error_mean"] == pytest.approx(found["bias"])
+    scale = torch.stack(exact).square().mean(0)
+    assert found["bias_scaled"] == pytest.approx(float((bias**2 / scale).mean().sqrt()))
+    assert found["error_scaled"] == pytest.approx(found["bias_scaled"])
 
 
 def test_independent_errors_are_noise_and_average_out():
@@ -46,6 +49,8 @@ def test_independent_errors_are_noise_and_average_out():
     assert found["error_one"] == pytest.approx(1, rel=0.02)
     assert found["error_mean"] == pytest.approx(1 / 8, rel=0.05)
     assert found["bias"] < 0.03
+    assert found["error_scaled"] == pytest.approx(1, rel=0.02)
+    assert found["bias_scaled"] < 0.03
     counts = [n for n, _ in found["error_mean_by_batches"]]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
 

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from lrmoe.studies.rows import Row
 
 _WIDTH = 150  # where output goes to a file or a pipe
+# Overrides of a model's config that its description names.
+_SIZES = {
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "top",
+}
 
 
 def main(arguments: Sequence[str], section: str = "convergence") -> int:
@@ -109,12 +117,14 @@ def report(stages: Sequence[Stage], found: Sequence[Row]) -> None:
 def describe(protocol: Protocol) -> str:
     """Model, text and length, and what else is not the default."""
     default = Protocol()
+    sizes = [f"{_SIZES[k]} {v}" for k, v in protocol.overrides.items() if k in _SIZES]
     rest = [
         f"{name}={getattr(protocol, name)}"
-        for name in ("regime", "optimizer", "overrides", "bf16", "max_grad_norm")
+        for name in ("regime", "learning_rate", "optimizer", "bf16", "max_grad_norm")
         if getattr(protocol, name) != getattr(default, name)
     ]
-    return ", ".join([protocol.model, protocol.text, f"{protocol.steps} steps", *rest])
+    model = " ".join([protocol.model, *([f"({', '.join(sizes)})"] if sizes else [])])
+    return ", ".join([model, protocol.text, f"{protocol.steps} steps", *rest])
 
 
 COLUMNS = ("arm", "seeds", "kept", "score mass", "loss", "over C0, %", "std. error", "95 % bound")

@@ -120,9 +120,14 @@ def _is_plain(arm: Arm) -> bool:
     return Arm.from_dict(own) == arm and isinstance(config.rate, float)
 
 
+def _is_control(arm: Arm) -> bool:
+    """Whether next to nothing is dropped: how far apart do nearly equal runs end?"""
+    return not arm.is_exact and arm.recalibration.rate_at(0) < 0.01
+
+
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
     """Excess loss by rate, a panel per protocol, a line per rule."""
-    shown = [c for c in comparisons if _is_plain(c["arm"])]
+    shown = [c for c in comparisons if _is_plain(c["arm"]) and not _is_control(c["arm"])]
     protocols = _protocols(shown)
     figure, panels = _panels(len(protocols), width=4.2, height=3.4)
     for axes, protocol in zip(panels, protocols, strict=True):

@@ -300,6 +300,8 @@ class _Sums:
         self._count = 0
         self._exact: dict[str, Any] = defaultdict(float)  # sums of vectors
         self._error: dict[str, Any] = defaultdict(float)
+        self._exact_sq: dict[str, Any] = defaultdict(float)  # element by element
+        self._error_sq: dict[str, Any] = defaultdict(float)
         self._squares: dict[str, float] = defaultdict(float)
         self._falls: dict[str, list[list[float]]] = defaultdict(list)
         self._kept: dict[str, Any] = defaultdict(float)
@@ -311,6 +313,8 @@ class _Sums:
             g, error = exact[group], approximate[group] - exact[group]
             self._exact[group] = self._exact[group] + g
             self._error[group] = self._error[group] + error
+            self._exact_sq[group] = self._exact_sq[group] + g.square()
+            self._error_sq[group] = self._error_sq[group] + error.square()
             self._squares[f"exact {group}"] += _square(g)
             self._squares[f"error {group}"] += _square(error)
             along = float(approximate[group] @ g)
@@ -338,6 +342,21 @@ class _Sums:
             # The part of the mean's error that more batches would not remove.
             "bias": math.sqrt(max(mean_square - noise, 0.0)) / scale,
             "noise_one": math.sqrt(max(noise, 0.0) * M) / scale,
+            **self._scaled(group),
+        }
+
+    def _scaled(self, group: str) -> dict[str, float]:
+        """The same where every parameter counts alike, as for an optimizer that scales each."""
+        M = self._count
+        exact_sq, error_sq = self._exact_sq[group] / M, self._error_sq[group] / M
+        mean_sq = (self._error[group] / M).square()
+        noise = (error_sq - mean_sq) / (M - 1)
+        has_gradient = exact_sq > 0
+        ratio = (error_sq[has_gradient] / exact_sq[has_gradient]).mean()
+        bias = ((mean_sq - noise)[has_gradient] / exact_sq[has_gradient]).mean()
+        return {
+            "error_scaled": math.sqrt(float(ratio)),
+            "bias_scaled": math.sqrt(max(float(bias), 0.0)),
         }
 
     def progress(self, group: str, direction: Gradient) -> float:
