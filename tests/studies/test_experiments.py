@@ -64,6 +64,17 @@ def test_shared_quotas_keep_the_total_within_bounds():
         assert (found_E >= np.minimum(count_E, 1)).all()
 
 
+def test_levelled_quotas_let_hot_experts_drop_more():
+    count_e, quota_e = np.array([4, 0, 28]), np.array([2, 0, 14])
+    kept = {}
+    for name in ("levelled", "levelled-half"):
+        rule, generator = make(name), torch.Generator().manual_seed(0)
+        chosen = rule(torch.rand(32), count_e, quota_e, None, CONFIG, generator)
+        kept[name] = int((chosen.kept_P < 4).sum())
+        assert len(chosen.kept_P) == 16
+    assert kept == {"levelled": 4, "levelled-half": 4}
+
+
 def test_predicted_quotas_follow_what_earlier_steps_had():
     score_N = torch.cat([torch.full((6,), 1e-4), torch.ones(10)])
     rule = Predicted(normalised=0.0)

@@ -18,6 +18,8 @@ def group(value):
         "error_mean_by_batches": [[1, value], [2, value / 1.4]],
         "bias": value / 3,
         "noise_one": value,
+        "error_scaled": value,
+        "bias_scaled": value / 5,
         "error_draw": value,
         "error_mean_draw": value / 4,
         "progress_easy": 0.9,
@@ -51,6 +53,20 @@ def results(tmp_path):
     for name, rows in {"convergence": runs, "gradient": gradient_rows()}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
+
+
+def test_gradients_are_set_against_the_loss_of_runs_that_start_there():
+    continued = {"regime": "continued"}
+    arm = {"rate": 0.5}
+    runs = [row(0), row(0, arm, 2.1)]
+    for one in runs:
+        one["settings"]["protocol"] |= continued
+    gradient = gradient_rows()[1] | {"step": 0, "settings_arm": arm}
+    gradient["settings"]["protocol"] |= continued
+    names = figures.figures(runs, [gradient])
+    assert "gradient_explains" in names
+    gradient["step"] = 50
+    assert "gradient_explains" not in figures.figures(runs, [gradient])
 
 
 def draw(results, out):

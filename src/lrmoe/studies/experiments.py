@@ -76,6 +76,29 @@ def pooled(
     return select_sampled(size_N, everything, quota, generator)
 
 
+def levelled(
+    score_N: torch.Tensor,
+    count_e: Int,
+    quota_e: Int,
+    share_e: Float | None,
+    config: Recalibration,
+    generator: torch.Generator,
+    *,
+    power: float,
+) -> Selection:
+    """``sampled`` with quotas that grow more slowly than the counts: hot experts drop more.
+
+    Args:
+        power: quotas go with this power of the counts, as far as there are pairs.
+    """
+    _refuse(share_e, config)
+    size_e = np.maximum(count_e, 1).astype(np.float64) ** (power - 1)
+    segments = Segments.of(count_e, score_N.device)
+    size_N = sampling_sizes(score_N, segments, config.min_inclusion)
+    quota_e = shared_quotas(size_e, count_e, quota_e, rho=0.0)
+    return select_sampled(size_N, segments, quota_e, generator)
+
+
 class Predicted:
     """``sampled`` with quotas shared out by the sizes that experts' pairs had in earlier steps.
 
@@ -152,6 +175,8 @@ EXPERIMENTS: dict[str, Callable[[], Select]] = {
     "pooled": lambda: partial(pooled, normalised=0.0),
     "pooled-half": lambda: partial(pooled, normalised=0.5),
     "pooled-by-count": lambda: partial(pooled, normalised=1.0),
+    "levelled-half": lambda: partial(levelled, power=0.5),
+    "levelled": lambda: partial(levelled, power=0.0),
     "predicted": lambda: Predicted(normalised=0.0),
     "predicted-half": lambda: Predicted(normalised=0.5),
 }

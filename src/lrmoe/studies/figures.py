@@ -34,6 +34,8 @@ _COLORS = {
     "pooled": "#000000",
     "pooled-half": "#5555bb",
     "pooled-by-count": "#55bbbb",
+    "levelled": "#dd4444",
+    "levelled-half": "#ee8888",
     "predicted": "#996633",
     "predicted-half": "#339966",
 }
@@ -82,6 +84,9 @@ def figures(runs: Sequence[Row], gradients: Sequence[Row]) -> dict[str, Figure]:
     if gradients:
         found["gradient_averaging"] = _averaging(gradients)
         found["gradient_bias"] = _bias(gradients)
+    explained = _explained(comparisons, gradients)
+    if explained:
+        found["gradient_explains"] = _explains(explained)
     return found
 
 
@@ -260,6 +265,45 @@ def _bias(gradients: Sequence[Row]) -> Figure:
         axes.axvline(0, color="black", lw=0.8)
         axes.grid(alpha=0.3, axis="x")
         axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
+    return figure
+
+
+def _explained(
+    comparisons: Sequence[dict[str, Any]], gradients: Sequence[Row]
+) -> list[tuple[Arm, float, dict[str, float]]]:
+    """Arms whose gradients were measured on the model that their runs continue: excess, errors."""
+    by_arm = {(repr(c["protocol"]), repr(c["arm"])): c["excess"].mean for c in comparisons}
+    found = []
+    for row in gradients:
+        protocol, arm = run_of(row).protocol, Arm.from_dict(row["settings_arm"])
+        excess = by_arm.get((repr(protocol), repr(arm)))
+        if excess is not None and protocol.regime == "continued" and row["step"] == 0:
+            found.append((arm, excess, row["groups"]["all"]))
+    return found
+
+
+def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figure:
+    """What of a rule's gradient goes with the loss it ends at."""
+    measures = {
+        "error_one": "error of one batch's gradient",
+        "error_scaled": "the same, every parameter counting alike",
+        "bias": "bias of the mean gradient",
+        "bias_scaled": "the same, every parameter counting alike",
+    }
+    figure, panels = _panels(len(measures), width=5.0, height=4.0)
+    for axes, (key, title) in zip(panels, measures.items(), strict=True):
+        for arm, excess, errors in explained:
+            axes.plot(errors[key], excess, "o", color=_COLORS[rule_name(arm)])
+            axes.annotate(
+                arm.name,
+                (errors[key], excess),
+                fontsize=6,
+                xytext=(4, 3),
+                textcoords="offset points",
+            )
+        axes.set(xlabel=title, ylabel="validation loss over C0, %")
+        axes.set_yscale("symlog", linthresh=0.05)
+        axes.grid(alpha=0.3)
     return figure
 
 
