@@ -6,6 +6,7 @@ import json
 import pytest
 
 from lrmoe.studies import figures
+from lrmoe.studies.settings import Arm
 from tests.studies.grids import row
 
 
@@ -67,6 +68,15 @@ def test_gradients_are_set_against_the_loss_of_runs_that_start_there():
     assert "gradient_explains" in names
     gradient["step"] = 50
     assert "gradient_explains" not in figures.figures(runs, [gradient])
+
+
+def test_the_factor_is_that_of_the_unbiased_rules():
+    sampled, top = Arm.from_dict({"rate": 0.5}), Arm.from_dict({"rate": 0.5, "selection": "top"})
+    explained = [(sampled, 3 * x * x, {"error_one": x}) for x in (0.1, 0.4)]
+    assert figures.quadratic_factor([*explained, (top, 9.0, {"error_one": 0.1})]) == pytest.approx(
+        3
+    )
+    assert figures.quadratic_factor([(top, 9.0, {"error_one": 0.1})]) is None
 
 
 def draw(results, out):

@@ -283,28 +283,43 @@ def _explained(
 
 
 def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figure:
-    """What of a rule's gradient goes with the loss it ends at."""
+    """The loss a rule ends at over the error of its gradient, and over the bias."""
+    figure, panels = _panels(2, width=6.4, height=5.0)
     measures = {
-        "error_one": "error of one batch's gradient",
-        "error_scaled": "the same, every parameter counting alike",
-        "bias": "bias of the mean gradient",
-        "bias_scaled": "the same, every parameter counting alike",
+        "error_one": "error of one batch's gradient, all parameters",
+        "bias": "bias of the mean gradient, all parameters",
     }
-    figure, panels = _panels(len(measures), width=5.0, height=4.0)
+    least = 0.003  # what is lower is drawn here: the axes are logarithmic
     for axes, (key, title) in zip(panels, measures.items(), strict=True):
         for arm, excess, errors in explained:
-            axes.plot(errors[key], excess, "o", color=_COLORS[rule_name(arm)])
-            axes.annotate(
-                arm.name,
-                (errors[key], excess),
-                fontsize=6,
-                xytext=(4, 3),
-                textcoords="offset points",
-            )
-        axes.set(xlabel=title, ylabel="validation loss over C0, %")
-        axes.set_yscale("symlog", linthresh=0.05)
-        axes.grid(alpha=0.3)
+            place = (max(errors[key], least), max(excess, least))
+            mark = "o" if arm.recalibration.is_unbiased else "s"
+            axes.plot(*place, mark, color=_COLORS[rule_name(arm)])
+            axes.annotate(arm.name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
+        axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
+        axes.grid(alpha=0.3, which="both")
+    factor = quadratic_factor(explained)
+    if factor is not None:
+        ends = [
+            min(e["error_one"] for *_, e in explained),
+            max(e["error_one"] for *_, e in explained),
+        ]
+        line = [factor * x * x for x in ends]
+        label = f"{factor:.2g} error^2, through the unbiased rules"
+        panels[0].plot(ends, line, color="black", lw=0.8, label=label)
+        panels[0].legend(fontsize="x-small")
+    panels[0].set_title("circles: unbiased rules; squares: weight 1", fontsize="small")
     return figure
+
+
+def quadratic_factor(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> float | None:
+    """``a`` of ``excess = a error^2``, the geometric mean over the unbiased rules."""
+    ratios = [
+        math.log(excess / errors["error_one"] ** 2)
+        for arm, excess, errors in explained
+        if arm.recalibration.is_unbiased and excess > 0
+    ]
+    return math.exp(sum(ratios) / len(ratios)) if ratios else None
 
 
 def _row_rule(row: Row) -> str:
