@@ -232,7 +232,8 @@ def _averaging(gradients: Sequence[Row]) -> Figure:
         axes.set_title(title, fontsize="small")
         axes.set(xlabel="batches averaged", ylabel="error of the mean gradient, relative")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize="xx-small", loc="lower left")
+        if axes.lines:
+            axes.legend(fontsize="xx-small", loc="lower left")
     return figure
 
 
@@ -264,7 +265,9 @@ def _bias(gradients: Sequence[Row]) -> Figure:
         axes.set_title(f"{study}, step {step}, C{100 * rate:g}: {title}", fontsize="small")
         axes.axvline(0, color="black", lw=0.8)
         axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
+        if mine:
+            place = (0.5, -0.08)
+            axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=place, ncols=2)
     return figure
 
 
