@@ -39,6 +39,8 @@ _COLORS = {
     "predicted": "#996633",
     "predicted-half": "#339966",
 }
+# Rules of the figure over rates; the bars show all arms.
+_RATE_RULES = ("sampled", "sampled, drawn forward", "random_unbiased", "top")
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 
 
@@ -133,6 +135,7 @@ def _is_control(arm: Arm) -> bool:
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
     """Excess loss by rate, a panel per protocol, a line per rule."""
     shown = [c for c in comparisons if _is_plain(c["arm"]) and not _is_control(c["arm"])]
+    shown = [c for c in shown if c["arm"].is_exact or rule_name(c["arm"]) in _RATE_RULES]
     protocols = _protocols(shown)
     figure, panels = _panels(len(protocols), width=4.2, height=3.4)
     for axes, protocol in zip(panels, protocols, strict=True):
