@@ -121,8 +121,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         _in_module("lrmoe.cluster.command"),
         "simulated: routing through policies and rates",
     ),
-    "study": (_in_module("lrmoe.studies"), "the experiments of the paper and ours"),
     "bench": (_in_module("lrmoe.bench"), "timings beside the peers that run on this machine"),
+    "study": (_in_module("lrmoe.studies"), "the paper's experiments and ours"),
     "check": (_in_module("lrmoe.check"), "environment, versions, and a parity self-check"),
     "report": (report, "one HTML page that compares run directories"),
 }

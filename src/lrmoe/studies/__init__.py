@@ -10,6 +10,12 @@ from collections.abc import Sequence
 STUDIES = {
     "memory": ("lrmoe.studies.memory", "simulated: where the memory of a layer call goes"),
     "systems": ("lrmoe.studies.systems", "simulated: throughput, memory and time at cluster scale"),
+    "convergence": ("lrmoe.studies.convergence", "does it train as well? rules and rates"),
+    "ablation": ("lrmoe.studies.ablation", "scores, router gradients, draws and other settings"),
+    "gradient": ("lrmoe.studies.gradient", "bias and variance of each rule's gradient"),
+    "noise": ("lrmoe.studies.noise", "the variance that a choice of sizes and quotas leaves"),
+    "figures": ("lrmoe.studies.figures", "figures and tables of these studies from their rows"),
+    "time-to-loss": ("lrmoe.studies.time_to_loss", "MoE-layer time until a fixed loss is reached"),
 }
 
 

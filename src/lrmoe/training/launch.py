@@ -28,8 +28,11 @@ class RanksFailedError(RuntimeError):
     """A rank ended with an error; the message holds its traceback."""
 
 
-def launch(settings: TrainSettings, nproc: int) -> bool:
+def launch(settings: TrainSettings, nproc: int, worker: str = _WORKER) -> bool:
     """Runs the job on ``nproc`` ranks; one that fails ends all of them.
+
+    Args:
+        worker: the module that each rank runs.
 
     Returns:
         False if a signal ended the run early, with a checkpoint.
@@ -57,7 +60,7 @@ def launch(settings: TrainSettings, nproc: int) -> bool:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    command = ("-m", _WORKER, json.dumps(settings.to_dict()))
+    command = ("-m", worker, json.dumps(settings.to_dict()))
     try:
         elastic_launch(config, sys.executable)(*command)
     except SignalException:

@@ -1,0 +1,394 @@
+"""``lrmoe study figures``: every figure and table of the studies from their rows, one command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from lrmoe.studies import rows
+from lrmoe.studies.convergence import COLUMNS, cells, describe
+from lrmoe.studies.rows import Row, run_of
+from lrmoe.studies.settings import Arm, Protocol
+from lrmoe.studies.statistics import paired
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {
+    "sampled": "#3b6ea8",
+    "sampled, drawn forward": "#7fb2e5",
+    "random_unbiased": "#5a9e6f",
+    "top": "#c8713c",
+    "pooled, drawn forward": "#888888",
+    "pooled-half, drawn forward": "#aaaaee",
+    "random": "#b8a03c",
+    "router": "#9467a8",
+    "gradient": "#777777",
+    "weighted_gradient": "#aaaaaa",
+    "token_loss": "#c06080",
+    "pooled": "#000000",
+    "pooled-half": "#5555bb",
+    "pooled-by-count": "#55bbbb",
+    "levelled": "#dd4444",
+    "levelled-half": "#ee8888",
+    "predicted": "#996633",
+    "predicted-half": "#339966",
+}
+# Rules of the figure over rates; the bars show all arms.
+_RATE_RULES = ("sampled", "sampled, drawn forward", "random_unbiased", "top")
+_GROUPS = {"down": "down projections", "all": "all parameters"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draws what the rows allow; returns the exit code.
+
+    Raises:
+        ValueError: for a mistake of the user.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lrmoe study figures",
+        description="Figures as PNG, and all tables as one Markdown page.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--results", type=Path, default=Path("results"), help="directory of the rows")
+    add("--images", type=Path, default=Path("docs/images"), help="directory of the figures")
+    add("--tables", type=Path, default=Path("docs/convergence-tables.md"), help="the page")
+    options = parser.parse_args(arguments)
+    runs = rows.load(options.results / "convergence.jsonl")
+    gradients = rows.load(options.results / "gradient.jsonl")
+    if not runs and not gradients:
+        raise ValueError(f"results={str(options.results)!r}: holds no rows of these studies")
+    options.images.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures(runs, gradients).items():
+        path = options.images / f"{name}.png"
+        # Without a time stamp, the same rows give the same file.
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        sys.stdout.write(f"{path}\n")
+    options.tables.write_text(tables(runs, gradients))
+    sys.stdout.write(f"{options.tables}\n")
+    return 0
+
+
+def figures(runs: Sequence[Row], gradients: Sequence[Row]) -> dict[str, Figure]:
+    """The figures by name; those without rows are absent."""
+    found: dict[str, Figure] = {}
+    comparisons = paired(runs)
+    if any(not c["arm"].is_exact for c in comparisons):
+        found["convergence_rates"] = _rates(comparisons)
+        found["convergence_arms"] = _arms(comparisons)
+        found["convergence_where"] = _where(runs)
+    if gradients:
+        found["gradient_averaging"] = _averaging(gradients)
+        found["gradient_bias"] = _bias(gradients)
+    explained = _explained(comparisons, gradients)
+    if explained:
+        found["gradient_explains"] = _explains(explained)
+    return found
+
+
+def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
+    """Every comparison as Markdown."""
+    parts = [
+        "# Tables of the convergence study",
+        "Written by `lrmoe study figures` from `results/*.jsonl`; not edited by hand. "
+        "[What they mean](convergence.md).",
+    ]
+    comparisons = paired(runs)
+    for protocol in _protocols(comparisons):
+        mine = [c for c in comparisons if c["protocol"] == protocol]
+        parts += [f"## {describe(protocol)}", _comparison_table(mine)]
+    for study in dict.fromkeys(row["study"] for row in gradients):
+        parts += [
+            f"## Gradients: {study}",
+            _gradient_table([row for row in gradients if row["study"] == study]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def rule_name(arm: Arm) -> str:
+    """The rule and its draw."""
+    config = arm.recalibration
+    forward = ", drawn forward" if config.draw == "forward" else ""
+    return (arm.experiment or config.selection) + forward
+
+
+def _is_plain(arm: Arm) -> bool:
+    """Whether nothing but rule, draw and rate differs from the default."""
+    config = arm.recalibration
+    own = {"rate": config.rate, "selection": config.selection, "draw": config.draw}
+    if arm.experiment is not None:
+        own |= {"experiment": arm.experiment, "scope": "global"}
+    return Arm.from_dict(own) == arm and isinstance(config.rate, float)
+
+
+def _is_control(arm: Arm) -> bool:
+    """Whether next to nothing is dropped: how far apart do nearly equal runs end?"""
+    return not arm.is_exact and arm.recalibration.rate_at(0) < 0.01
+
+
+def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
+    """Excess loss by rate, a panel per protocol, a line per rule."""
+    shown = [c for c in comparisons if _is_plain(c["arm"]) and not _is_control(c["arm"])]
+    shown = [c for c in shown if c["arm"].is_exact or rule_name(c["arm"]) in _RATE_RULES]
+    protocols = _protocols(shown)
+    figure, panels = _panels(len(protocols), width=4.2, height=3.4)
+    for axes, protocol in zip(panels, protocols, strict=True):
+        by_rule: dict[str, list[dict[str, Any]]] = {}
+        for c in shown:
+            if c["protocol"] == protocol and not c["arm"].is_exact:
+                by_rule.setdefault(rule_name(c["arm"]), []).append(c)
+        for rule, mine in by_rule.items():
+            mine.sort(key=lambda c: c["arm"].recalibration.rate)
+            rates = [0.0] + [100 * c["arm"].recalibration.rate for c in mine]
+            means = [0.0] + [c["excess"].mean for c in mine]
+            errors = [0.0] + [c["excess"].standard_error or 0.0 for c in mine]
+            axes.errorbar(
+                rates, means, errors, fmt="o-", ms=4, capsize=3, label=rule, color=_COLORS[rule]
+            )
+        seeds = max(c["excess"].count for c in shown if c["protocol"] == protocol)
+        axes.axhline(0, color="black", lw=0.8)
+        title = "\n".join(wrap(f"{describe(protocol)}; {_seeds(seeds)}", 60))
+        axes.set_title(title, fontsize="x-small")
+        axes.set(xlabel="rate C, %", ylabel="validation loss over C0, %")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def _arms(comparisons: Sequence[dict[str, Any]]) -> Figure:
+    """Every arm as a bar with its standard error and its seeds, a panel per protocol."""
+    protocols = _protocols([c for c in comparisons if not c["arm"].is_exact])
+    most = max(sum(c["protocol"] == p for c in comparisons) for p in protocols)
+    figure, panels = _panels(len(protocols), width=7.0, height=1.2 + 0.22 * most)
+    for axes, protocol in zip(panels, protocols, strict=True):
+        mine = [c for c in comparisons if c["protocol"] == protocol and not c["arm"].is_exact]
+        mine.sort(key=lambda c: -c["excess"].mean)
+        names = [c["arm"].name for c in mine]
+        means = [c["excess"].mean if math.isfinite(c["excess"].mean) else 0.0 for c in mine]
+        errors = [c["excess"].standard_error or 0.0 for c in mine]
+        colors = [_COLORS[rule_name(c["arm"])] for c in mine]
+        axes.barh(names, means, xerr=errors, color=colors, alpha=0.7, capsize=2)
+        for i, c in enumerate(mine):
+            axes.plot(c["excess_by_seed"], [i] * len(c["excess_by_seed"]), "k.", ms=4)
+        axes.axvline(0, color="black", lw=0.8)
+        axes.set_title("\n".join(wrap(describe(protocol), 90)), fontsize="small")
+        axes.set_xlabel("validation loss over C0, %; points: seeds")
+        axes.tick_params(axis="y", labelsize="x-small")
+        axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def _where(runs: Sequence[Row]) -> Figure:
+    """Change of the quantiles of the tokens' losses: do easy or hard tokens suffer?"""
+    exact = {_pair_key(row): row for row in runs if run_of(row).arm.is_exact}
+    changes: dict[tuple[str, float], list[list[float]]] = {}
+    for row in runs:
+        arm = run_of(row).arm
+        partner = exact.get(_pair_key(row))
+        if arm.is_exact or partner is None or not _is_plain(arm):
+            continue
+        if row["regime"] != "scratch" or row["val_loss"] is None:
+            continue
+        mine, its = row["val_loss_quantiles"], partner["val_loss_quantiles"]
+        change = [a - b for a, b in zip(mine, its, strict=True)]
+        changes.setdefault((rule_name(arm), row["rate"]), []).append(change)
+    rates = sorted({rate for _, rate in changes if rate in (0.2, 0.5)})
+    figure, panels = _panels(max(len(rates), 1), width=4.6, height=3.4)
+    for axes, rate in zip(panels, rates, strict=False):
+        for (rule, its_rate), values in changes.items():
+            if its_rate == rate:
+                mean = [sum(v) / len(v) for v in zip(*values, strict=True)]
+                axes.plot((10, 25, 50, 75, 90), mean, "o-", ms=4, label=rule, color=_COLORS[rule])
+        axes.axhline(0, color="black", lw=0.8)
+        axes.set_title(f"C{100 * rate:g}, all runs from scratch", fontsize="small")
+        axes.set(xlabel="quantile of the tokens' losses, %", ylabel="loss over C0, nats")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def _pair_key(row: Row) -> tuple[str, int]:
+    run = run_of(row)
+    return repr(run.protocol), run.seed
+
+
+def _averaging(gradients: Sequence[Row]) -> Figure:
+    """How the error of the mean gradient falls with the number of batches."""
+    places = _by_place(gradients)
+    study = next(iter(places))[0]
+    step = max(step for name, step in places if name == study)
+    figure, panels = _panels(2 * len(_GROUPS), width=4.2, height=3.4)
+    shown = [(group, rate) for group in _GROUPS for rate in (0.2, 0.5)]
+    for axes, (group, rate) in zip(panels, shown, strict=True):
+        for row in places[study, step]:
+            if row["rate"] == rate:
+                rule = _row_rule(row)
+                counts, errors = zip(*row["groups"][group]["error_mean_by_batches"], strict=True)
+                axes.loglog(counts, errors, "o-", ms=3, label=rule, color=_COLORS[rule])
+        title = f"{study}, step {step}: {_GROUPS[group]}, C{100 * rate:g}"
+        axes.set_title(title, fontsize="small")
+        axes.set(xlabel="batches averaged", ylabel="error of the mean gradient, relative")
+        axes.grid(alpha=0.3, which="both")
+        if axes.lines:
+            axes.legend(fontsize="xx-small", loc="lower left")
+    return figure
+
+
+def _bias(gradients: Sequence[Row]) -> Figure:
+    """Error of one batch beside the bias of the mean, and what easy and hard tokens gain."""
+    places = _by_place(gradients)
+    study = next(iter(places))[0]
+    step = max(step for name, step in places if name == study)
+    figure, panels = _panels(4, width=5.4, height=3.4)
+    pairs = (
+        {"error_one": "error of one batch's gradient", "bias": "bias, over the mean gradient"},
+        {"progress_easy": "tokens below the median loss", "progress_hard": "above"},
+    )
+    titles = ("down projections", "gain of a small step, over exact (1)")
+    shown = [
+        (rate, keys, title)
+        for rate in (0.2, 0.5)
+        for keys, title in zip(pairs, titles, strict=True)
+    ]
+    for axes, (rate, measures, title) in zip(panels, shown, strict=True):
+        mine = [row for row in places[study, step] if row["rate"] == rate]
+        height = 0.38
+        for i, (key, label) in enumerate(measures.items()):
+            # Gains far below zero say no more than that the step makes the loss worse.
+            values = [max(row["groups"]["down"][key], -0.5) for row in mine]
+            at = [place + (i - 0.5) * height for place in range(len(mine))]
+            axes.barh(at, values, height, label=label, color=("#3b6ea8", "#c8713c")[i])
+        axes.set_yticks(range(len(mine)), [_row_rule(row) for row in mine], fontsize="x-small")
+        axes.set_title(f"{study}, step {step}, C{100 * rate:g}: {title}", fontsize="small")
+        axes.axvline(0, color="black", lw=0.8)
+        axes.grid(alpha=0.3, axis="x")
+        if mine:
+            place = (0.5, -0.08)
+            axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=place, ncols=2)
+    return figure
+
+
+def _explained(
+    comparisons: Sequence[dict[str, Any]], gradients: Sequence[Row]
+) -> list[tuple[Arm, float, dict[str, float]]]:
+    """Arms whose gradients were measured on the model that their runs continue: excess, errors."""
+    by_arm = {(repr(c["protocol"]), repr(c["arm"])): c["excess"].mean for c in comparisons}
+    found = []
+    for row in gradients:
+        protocol, arm = run_of(row).protocol, Arm.from_dict(row["settings_arm"])
+        excess = by_arm.get((repr(protocol), repr(arm)))
+        if excess is not None and protocol.regime == "continued" and row["step"] == 0:
+            found.append((arm, excess, row["groups"]["all"]))
+    return found
+
+
+def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figure:
+    """The loss a rule ends at over the error of its gradient, and over the bias."""
+    figure, panels = _panels(2, width=6.4, height=5.0)
+    measures = {
+        "error_one": "error of one batch's gradient, all parameters",
+        "bias": "bias of the mean gradient, all parameters",
+    }
+    least = 0.003  # what is lower is drawn here: the axes are logarithmic
+    for axes, (key, title) in zip(panels, measures.items(), strict=True):
+        for arm, excess, errors in explained:
+            place = (max(errors[key], least), max(excess, least))
+            mark = "o" if arm.recalibration.is_unbiased else "s"
+            axes.plot(*place, mark, color=_COLORS[rule_name(arm)])
+            axes.annotate(arm.name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
+        axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
+        axes.grid(alpha=0.3, which="both")
+    factor = quadratic_factor(explained)
+    if factor is not None:
+        ends = [
+            min(e["error_one"] for *_, e in explained),
+            max(e["error_one"] for *_, e in explained),
+        ]
+        line = [factor * x * x for x in ends]
+        label = f"{factor:.2g} error^2, through the unbiased rules"
+        panels[0].plot(ends, line, color="black", lw=0.8, label=label)
+        panels[0].legend(fontsize="x-small")
+    panels[0].set_title("circles: unbiased rules; squares: weight 1", fontsize="small")
+    return figure
+
+
+def quadratic_factor(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> float | None:
+    """``a`` of ``excess = a error^2``, the geometric mean over the unbiased rules."""
+    ratios = [
+        math.log(excess / errors["error_one"] ** 2)
+        for arm, excess, errors in explained
+        if arm.recalibration.is_unbiased and excess > 0
+    ]
+    return math.exp(sum(ratios) / len(ratios)) if ratios else None
+
+
+def _row_rule(row: Row) -> str:
+    return rule_name(Arm.from_dict(row["settings_arm"]))
+
+
+def _by_place(gradients: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    places: dict[tuple[str, int], list[Row]] = {}
+    for row in gradients:
+        places.setdefault((row["study"], row["step"]), []).append(row)
+    return places
+
+
+def _protocols(comparisons: Sequence[dict[str, Any]]) -> list[Protocol]:
+    """Those with something to compare, in order."""
+    by_name = {repr(c["protocol"]): c["protocol"] for c in comparisons if not c["arm"].is_exact}
+    return list(by_name.values())
+
+
+def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, comparisons)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _gradient_table(gradients: Sequence[Row]) -> str:
+    lines = [
+        "| step | arm | group | error of one batch | cosine | length | bias | noise of one batch | "
+        "error of one draw | of their mean | easy | hard |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in gradients:
+        for group, g in row["groups"].items():
+            numbers = [
+                g[key]
+                for key in (
+                    "error_one",
+                    "cosine_one",
+                    "length_one",
+                    "bias",
+                    "noise_one",
+                    "error_draw",
+                    "error_mean_draw",
+                    "progress_easy",
+                    "progress_hard",
+                )
+            ]
+            cells = " | ".join(f"{x:.3f}" for x in numbers)
+            lines.append(f"| {row['step']} | {row['arm']} | {group} | {cells} |")
+    return "\n".join(lines)
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    # Figure without pyplot: no display, no global state.
+    from matplotlib.figure import Figure
+
+    columns = min(count, 2)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    every = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in every[count:]:
+        axes.axis("off")
+    return figure, every[:count]
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"up to {count} seeds"

@@ -1,0 +1,115 @@
+"""Figures and tables come from the rows alone, the same from the same rows."""
+
+import hashlib
+import json
+
+import pytest
+
+from lrmoe.studies import figures
+from lrmoe.studies.settings import Arm
+from tests.studies.grids import row
+
+
+def group(value):
+    return {
+        "error_one": value,
+        "cosine_one": 0.9,
+        "length_one": 1.0,
+        "error_mean": value / 2,
+        "error_mean_by_batches": [[1, value], [2, value / 1.4]],
+        "bias": value / 3,
+        "noise_one": value,
+        "error_scaled": value,
+        "bias_scaled": value / 5,
+        "error_draw": value,
+        "error_mean_draw": value / 4,
+        "progress_easy": 0.9,
+        "progress_hard": 1.0,
+    }
+
+
+def gradient_rows():
+    return [
+        row(0, {"rate": rate, "selection": rule})
+        | {
+            "study": "tiny",
+            "step": step,
+            "selection": rule,
+            "settings_arm": {"rate": rate, "selection": rule},
+            "groups": {g: group(0.1) for g in ("down", "all")},
+        }
+        for step in (50, 200)
+        for rule in ("top", "sampled")
+        for rate in (0.2, 0.5)
+    ]
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    arms = [None, {"rate": 0.2}, {"rate": 0.5}, {"rate": 0.5, "selection": "top"}]
+    odd = {"rate": 0.5, "router_grad": "exact", "exact_layers": [0]}
+    runs = [row(seed, arm, 2 + 0.01 * i) for seed in (0, 1) for i, arm in enumerate([*arms, odd])]
+    for name, rows in {"convergence": runs, "gradient": gradient_rows()}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def test_gradients_are_set_against_the_loss_of_runs_that_start_there():
+    continued = {"regime": "continued"}
+    arm = {"rate": 0.5}
+    runs = [row(0), row(0, arm, 2.1)]
+    for one in runs:
+        one["settings"]["protocol"] |= continued
+    gradient = gradient_rows()[1] | {"step": 0, "settings_arm": arm}
+    gradient["settings"]["protocol"] |= continued
+    names = figures.figures(runs, [gradient])
+    assert "gradient_explains" in names
+    gradient["step"] = 50
+    assert "gradient_explains" not in figures.figures(runs, [gradient])
+
+
+def test_the_factor_is_that_of_the_unbiased_rules():
+    sampled, top = Arm.from_dict({"rate": 0.5}), Arm.from_dict({"rate": 0.5, "selection": "top"})
+    explained = [(sampled, 3 * x * x, {"error_one": x}) for x in (0.1, 0.4)]
+    assert figures.quadratic_factor([*explained, (top, 9.0, {"error_one": 0.1})]) == pytest.approx(
+        3
+    )
+    assert figures.quadratic_factor([(top, 9.0, {"error_one": 0.1})]) is None
+
+
+def draw(results, out):
+    arguments = ["--results", results, "--images", out, "--tables", out / "tables.md"]
+    assert figures.main([str(a) for a in arguments]) == 0
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(out.iterdir())}
+
+
+def test_everything_regenerates_from_the_rows(results, tmp_path, capsys):
+    first, second = draw(results, tmp_path / "a"), draw(results, tmp_path / "b")
+    assert first == second
+    assert set(first) == {
+        "convergence_rates.png",
+        "convergence_arms.png",
+        "convergence_where.png",
+        "gradient_averaging.png",
+        "gradient_bias.png",
+        "tables.md",
+    }
+    table = (tmp_path / "a" / "tables.md").read_text()
+    assert "| top C50 | 2 | 1.000 | 1.000 | 2.0300 | +1.50 | 0.00 | +1.50 |" in table
+    assert "sampled C50 router_grad=exact exact_layers=[0]" in table
+    capsys.readouterr()
+
+
+def test_what_has_no_rows_is_left_out(results, tmp_path, capsys):
+    (results / "gradient.jsonl").unlink()
+    assert "gradient_bias.png" not in draw(results, tmp_path / "a")
+    (results / "convergence.jsonl").unlink()
+    with pytest.raises(ValueError, match="holds no rows of these studies"):
+        draw(results, tmp_path / "b")
+    capsys.readouterr()
+
+
+def test_one_run_without_a_partner_draws_nothing(tmp_path):
+    assert figures.figures([row(0, {"rate": 0.5})], []) == {}

@@ -1,0 +1,78 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lrmoe.studies.statistics import estimate, paired, t_quantile_95
+from tests.studies.grids import row
+
+SAMPLED = {"rate": 0.5}
+TOP = {"rate": 0.5, "selection": "top"}
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 4, 9, 29, 30, 31, 45, 100, 1000])
+def test_quantiles_are_those_of_scipy(degrees):
+    assert t_quantile_95(degrees) == pytest.approx(stats.t.ppf(0.95, degrees), rel=5e-5)
+
+
+def test_an_estimate_is_the_mean_its_error_and_a_one_sided_bound():
+    values = [0.3, -0.1, 0.8, 0.2, 0.45]
+    found = estimate(values)
+    assert found.mean == pytest.approx(np.mean(values))
+    assert found.standard_error == pytest.approx(stats.sem(values))
+    low_tail = stats.t.interval(0.9, len(values) - 1, np.mean(values), stats.sem(values))
+    assert found.bound == pytest.approx(low_tail[1], rel=1e-4)
+
+
+def test_the_bound_rejects_as_often_as_a_paired_t_test():
+    """Below zero exactly if scipy's one-sided test of "mean >= 0" has p < 0.05."""
+    generator = np.random.default_rng(0)
+    decisions = []
+    for _ in range(200):
+        exact = generator.normal(2, 0.1, 5)
+        other = exact + generator.normal(-0.03, 0.04, 5)
+        p = stats.ttest_rel(other, exact, alternative="less").pvalue
+        decisions.append((p < 0.05, estimate(list(other - exact)).bound < 0))
+    assert {a == b for a, b in decisions} == {True}
+    assert {a for a, _ in decisions} == {True, False}
+
+
+def test_one_seed_has_no_error():
+    found = estimate([0.2])
+    assert (found.mean, found.standard_error, found.bound, found.count) == (0.2, None, None, 1)
+
+
+def test_differences_are_taken_within_a_seed():
+    rows = [row(0, loss=2.0), row(1, loss=4.0), row(0, SAMPLED, 2.02), row(1, SAMPLED, 4.04)]
+    exact, sampled = paired(rows)
+    assert exact["arm"].is_exact
+    assert sampled["excess"].mean == pytest.approx(1.0)
+    assert sampled["excess"].standard_error == pytest.approx(0.0, abs=1e-9)
+    assert sampled["loss"].mean == pytest.approx(3.03)
+
+
+def test_seeds_without_an_exact_run_do_not_count():
+    rows = [row(0), row(0, SAMPLED, 2.1), row(1, SAMPLED, 9.0), row(2, TOP, 9.0)]
+    exact, sampled = paired(rows)
+    assert sampled["excess"].count == 1
+    assert sampled["excess"].mean == pytest.approx(5.0)
+    assert exact["loss"].count == 1
+
+
+def test_a_diverged_run_is_not_averaged_away():
+    rows = [row(0), row(1), row(0, TOP, 2.1), row(1, TOP, None)]
+    assert math.isinf(paired(rows)[1]["excess"].mean)
+
+
+@pytest.mark.parametrize(
+    "key", ["text_fingerprint", "initial_fingerprint", "order_fingerprint", "torch", "system"]
+)
+def test_rows_of_different_settings_are_not_compared(key):
+    with pytest.raises(ValueError, match=f"{key}='another'"):
+        paired([row(0), row(0, SAMPLED, 2.1, **{key: "another"})])
+
+
+def test_a_run_counts_once():
+    with pytest.raises(ValueError, match="two rows of one run: sampled C50"):
+        paired([row(0), row(0, SAMPLED), row(0, SAMPLED)])
