@@ -478,6 +478,7 @@ def _saved_bytes(case, config):
         output = experts(*leaves, state=state)
     assert output.requires_grad
     assert state.step_memory.of_others(state.layer) == 0  # a hook may have put it elsewhere
+    state = LayerState(config)
     output = experts(*leaves, state=state)
     return sum(t.nbytes for t in saved.values()), state.step_memory.of_others(state.layer)
 
