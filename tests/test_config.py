@@ -89,6 +89,12 @@ def test_scope_none_is_global_for_weight_one_rules_and_local_for_unbiased_ones()
         assert Recalibration(selection=selection, scope="global").effective_scope == "global"
 
 
+@pytest.mark.parametrize("name", ["memory", "link_bytes"])
+def test_budgets_do_not_go_with_outputs_that_return_pair_by_pair(name):
+    with pytest.raises(ValueError, match=f"router_grad='exact' with budget.{name}"):
+        Recalibration(router_grad="exact", budget=Budget(**{name: 100}))
+
+
 @pytest.mark.parametrize("name", ["memory", "staging", "link_bytes"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, "80GiB"])
 def test_budgets_are_whole_numbers(name, value):

@@ -82,8 +82,11 @@ def account_forward(
     Args:
         peak_bytes: of the pairs' results and temporaries, at their largest.
     """
-    tally = state.tally
+    tally, num_saved = state.tally, _saved_bytes(saved)
+    if record.casts_weights:
+        num_saved += sum(saved[name].nbytes for name in _PARAMETERS)
     if record.was_replayed:  # counters count once; what the recomputation cost stands apart
+        state.step_memory.hold(state.layer, record, num_saved)
         tally.add(bytes_recompute=exchange.take_sent_bytes())
         tally.spans.append(("recompute_ms", span))
         return
@@ -96,13 +99,12 @@ def account_forward(
         replicas=record.plan.num_replicas,
         moved_weights=int(is_sent_V.sum()),
     )
-    num_saved = _saved_bytes(saved)
     if record.config.draw == "forward":  # what is saved does not exist yet at the peak
         row_bytes = saved["x_UD"].shape[1] * saved["x_UD"].element_size()
         pairs = {"work": peak_bytes + int(splits.receive_rows_W.sum()) * row_bytes}
     else:
         made = _nbytes(saved.get("gate_up_R2F"))  # among the results, and saved
-        pairs = {"saved": num_saved, "work": peak_bytes - made}
+        pairs = {"saved": _saved_bytes(saved), "work": peak_bytes - made}
     moment = _weights(saved, record, exchange) | pairs
     record.forward_moment = moment, state.step_memory.of_others(state.layer, record)
     state.step_memory.hold(state.layer, record, 0 if record.may_be_recomputed else num_saved)

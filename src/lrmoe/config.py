@@ -39,8 +39,8 @@ class Budget:
     memory: int | None = None
     """Bytes that the MoE layers of a model may hold at any moment of a training step: weights and
     gradients of the home experts, replicas, what forward passes saved, and the running layer's
-    temporaries (:mod:`lrmoe.planner.memory`). The optimizer's state and the rest of the model are
-    not in it."""
+    temporaries on the experts' side (:mod:`lrmoe.planner.memory`). The optimizer's state, the rest
+    of the model, and the rows a rank sends and gets back for its own tokens are not in it."""
     slots: int | None = None
     """Replica slots. Policies that move home experts need more, and have them."""
     staging: int | None = None
@@ -147,6 +147,12 @@ class Recalibration:
             raise ValueError(
                 f"rows='static' with placement={self.placement!r}: replicas decide the rows of the "
                 "payload; use placement='fixed' or rows='exact'"
+            )
+        limited = [n for n in ("memory", "link_bytes") if getattr(self.budget, n, None) is not None]
+        if self.router_grad == "exact" and limited:
+            raise ValueError(
+                f"router_grad='exact' with budget.{limited[0]}: the outputs of all pairs return to "
+                "their tokens, which the planner does not count; use 'kept' or 'completed'"
             )
         rho = self.min_inclusion
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 <= rho <= 1:

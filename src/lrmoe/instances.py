@@ -33,7 +33,7 @@ def local_experts(
     plan = record.plan
     needed_V = pairs_WV.sum(0) > 0
     if record.config.budget.memory is not None:
-        SLOTS.shrink(num_local_replicas(plan, exchange), record.id)
+        SLOTS.shrink(num_local_replicas(plan, exchange), record.id, exchange)
     if plan.is_home_only or not replicas_needed(plan, needed_V):
         return compute.Experts(home=home, replicas=None, act=act)
     arriving = SLOTS.send(plan, exchange, home, needed_V, call=record.id)

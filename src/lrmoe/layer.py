@@ -32,6 +32,7 @@ from lrmoe.instances import (
     local_experts,
 )
 from lrmoe.kernels.gated import Activation
+from lrmoe.kernels.grouped_gemm import is_padded
 from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
     PairTable,
@@ -89,6 +90,7 @@ def experts(
     exchange = Exchange(group)
     try:
         _check(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, act)
+        _check_budget(state, gate_up_proj.dtype, gate_up_proj.shape[2], down_proj.shape[2])
     except ValueError:
         refuse_call(exchange, gate_up_proj)
         raise
@@ -113,10 +115,12 @@ def experts(
             ffn=down_proj.shape[2],
             experts=gate_up_proj.shape[0] * exchange.num_ranks,
             dtype_bytes=dtype.itemsize,
+            cast_bytes=(
+                0 if dtype == gate_up_proj.dtype else gate_up_proj.nbytes + down_proj.nbytes
+            ),
         ),
         is_differentiable=is_differentiable,
-        needs_x=needs_grad[0],
-        needs_p=needs_grad[1],
+        needs_grad=needs_grad,
     )
     call = _Call(
         state=state,
@@ -342,7 +346,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
         grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
-        state.step_memory.release(record)
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
         account_backward(
@@ -394,6 +397,16 @@ def _router_gradient(
         inner_TK,
         grad_output_T,
     )
+
+
+def _check_budget(state: LayerState | None, dtype: torch.dtype, *widths: int) -> None:
+    budget = None if state is None else state.config.budget.memory
+    if budget is not None and is_padded(dtype, *widths):
+        raise ValueError(
+            f"budget.memory={budget}: the experts' products are padded with dtype={dtype}, widths "
+            f"{widths}, which the memory model does not count; allowed are float32, bfloat16 and "
+            "float16 with widths of a multiple of 16 bytes"
+        )
 
 
 def _check(

@@ -106,13 +106,15 @@ class Slots:
         ]
         return Arriving(gate_up, down, routes, pending, in_order=in_order)
 
-    def shrink(self, num_slots: int, call: object) -> None:
-        """Give back buffers with more slots than this call needs; every rank calls it.
+    def shrink(self, num_slots: int, call: object, exchange: Exchange) -> None:
+        """Give back this group's buffers with more slots than a call needs; all its ranks call it.
 
-        What another call left is forgotten on all ranks, also where no buffer is given back: they
+        What another call left is forgotten on all of them, also where no buffer is given back: they
         must agree on what is still held.
         """
         for key, buffers in list(self._buffers.items()):
+            if key[0] != id(exchange.group):  # whose ranks may not all be here
+                continue
             if self._holds.get(key, (call,))[0] != call:
                 del self._holds[key]
             if len(buffers[0]) > num_slots:

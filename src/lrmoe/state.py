@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -63,6 +63,8 @@ class CallRecord:
     kept_host: tuple[Any, ...] | None = None
     """Counts of the kept pairs (``draw="forward"``)."""
     was_replayed: bool = False
+    casts_weights: bool = False
+    """Whether the weights of the call are copies in another dtype, which the call keeps."""
     forward_moment: tuple[dict[str, int], int] | None = None
     """Bytes of this call at its forward peak, and of the other layers then."""
 
@@ -80,6 +82,8 @@ class LayerSizes:
     ffn: int
     experts: int
     dtype_bytes: int
+    cast_bytes: int = 0
+    """Of the weights in another dtype, from which those of the call are made (autocast)."""
 
 
 class CallRecorder(Protocol):
@@ -151,10 +155,12 @@ class LayerState:
         sizes: LayerSizes,
         *,
         is_differentiable: bool,
-        needs_x: bool = False,
-        needs_p: bool = False,
+        needs_grad: Sequence[bool] = (),
     ) -> CallRecord:
         """Count, agree and plan (one collective, one host sync), or replay the plan made before.
+
+        Args:
+            needs_grad: of hidden states, routing weights and the two projections.
 
         Raises:
             ValueError: on every rank, if some rank's expert ids are out of range, or the ranks
@@ -164,22 +170,27 @@ class LayerState:
         """
         # Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if is_differentiable and is_hooked and torch._C._current_graph_task_id() != -1:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_differentiable and is_hooked and is_in_backward:
             replayed = self._replay(exchange, top_k_index_TK)
             if replayed is not None:
                 return replayed
-        needs = is_differentiable + 2 * needs_x + 4 * needs_p
+        # Frozen experts of one rank are its own business, unless their replicas are elsewhere.
+        agreed = needs_grad[:2] if self.config.placement == "fixed" else needs_grad
+        needs = sum(1 << i for i, need in enumerate((is_differentiable, *agreed)) if need)
         shape = self.shape(sizes, exchange.num_ranks, *top_k_index_TK.shape)
-        held = [self.step_memory.of_others(self.layer) + shape.source_bytes]
-        # Saved tensors that go through hooks do not stay here.
-        held += (0, 0) if is_hooked else self.step_memory.of_later(self.layer)
-        counts_WE, rows_WW, held_3W = _gather_counts(
+        held = [self.step_memory.of_others(self.layer) + shape.source_bytes + sizes.cast_bytes]
+        # Nothing stays for a backward pass that is yet to come: what goes through hooks is kept
+        # elsewhere, and a call inside a backward pass (reentrant checkpointing) comes last.
+        is_alone = is_hooked or is_in_backward
+        held += (0, 0) if is_alone else self.step_memory.of_later(self.layer)
+        counts_WE, rows_WW, held_3W, node_W = _gather_counts(
             exchange, top_k_index_TK, pairs, sizes.experts, needs, held
         )
         started = time.perf_counter()
         if is_differentiable:
             device = top_k_index_TK.device.type
-            problem = self.problem(counts_WE, shape, exchange.group_key, device, held_3W)
+            problem = self.problem(counts_WE, shape, exchange.group_key, device, held_3W, node_W)
         else:  # nothing to drop, nothing saved
             problem = PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
         plan_ = plan(problem)
@@ -199,6 +210,7 @@ class LayerState:
             rows_WW=rows_WW,
             number=next(self._numbers) if is_differentiable else -1,
             may_be_recomputed=is_hooked,
+            casts_weights=sizes.cast_bytes > 0,
         )
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
@@ -264,6 +276,7 @@ class LayerState:
         group_key: int,
         device_type: str = "cpu",
         held_3W: Int | None = None,
+        node_W: Int | None = None,
     ) -> PlanProblem:
         """What the next call plans from: counts, settings and history.
 
@@ -273,6 +286,7 @@ class LayerState:
             held_3W: bytes of each rank that other layers and calls hold, those that later layers
                 are expected to save, and how many later layers nothing is known of; ``None``:
                 nothing.
+            node_W: node of each rank; ``None``: all on one.
         """
         config = self.config
         costs, reserved_W = Costs(), None
@@ -308,7 +322,7 @@ class LayerState:
             memory=memory,
             reserved_W=reserved_W,
             top_k=shape.top_k,
-            ranks_per_node=_ranks_per_node(len(counts_WE)),
+            ranks_per_node=None if node_W is None else _ranks_per_node(node_W),
             c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
             past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
@@ -367,10 +381,12 @@ class LayerState:
         return found
 
 
-def _ranks_per_node(num_ranks: int) -> int | None:
-    """As torchrun says it; ``None`` (one node) where it does not, or does not fit the group."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return local if 0 < local < num_ranks and num_ranks % local == 0 else None
+def _ranks_per_node(node_W: Int) -> int | None:
+    """Ranks of every node, if nodes are runs of equally many; else ``None``: as on one node."""
+    starts = np.flatnonzero(np.diff(node_W, prepend=node_W[0] - 1))
+    sizes = np.diff([*starts, len(node_W)])
+    is_even = len(set(sizes.tolist())) == 1 and len(set(node_W.tolist())) == len(starts)
+    return int(sizes[0]) if is_even and len(starts) > 1 else None
 
 
 def _gather_counts(
@@ -380,10 +396,10 @@ def _gather_counts(
     num_experts: int,
     needs: int,
     held: list[int],
-) -> tuple[Int, Int, Int]:
+) -> tuple[Int, Int, Int, Int]:
     """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
 
-    Beside them what the ranks say of their memory, [3, W].
+    Beside them what the ranks say of their memory, [3, W], and their nodes, [W].
     """
     W, device = exchange.num_ranks, top_k_index_TK.device
     is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
@@ -391,10 +407,10 @@ def _gather_counts(
     home_N = expert_N // (num_experts // W)
     _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
     num_outside = is_outside_N.sum()[None]
-    said = torch.tensor([*held, needs], device=device)
+    said = torch.tensor([*held, _node(), needs], device=device)
     counts_E = torch.bincount(expert_N, minlength=num_experts)
     gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, num_outside, said]))
-    outside_W, needs_W = gathered[:, -5], gathered[:, -1]
+    outside_W, needs_W = gathered[:, -6], gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
             "the arguments of another rank were refused, whose message says why; ranks: "
@@ -408,11 +424,16 @@ def _gather_counts(
     if needs_W.min() != needs_W.max():
         raise ValueError(
             "the ranks disagree on what needs a gradient (per rank, 0: nothing; else 1, plus 2 for "
-            f"hidden_states, plus 4 for top_k_weights: {needs_W.tolist()}); all ranks must do the "
-            "same"
+            f"hidden_states, 4 for top_k_weights, 8 for gate_up_proj, 16 for down_proj: "
+            f"{needs_W.tolist()}); all ranks must do the same"
         )
     rows_WW = gathered[:, num_experts : num_experts + W]
-    return gathered[:, :num_experts], rows_WW, gathered[:, -4:-1].T
+    return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2]
+
+
+def _node() -> int:
+    """The node of this process, as torchrun numbers them."""
+    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def _gather_rows(
@@ -429,7 +450,7 @@ def _gather_rows(
 
 def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor) -> None:
     """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
-    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 5
+    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 6
     exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 
 

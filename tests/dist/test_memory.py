@@ -256,6 +256,31 @@ def test_what_a_dropped_graph_saved_is_not_counted_for_ever():
     assert state.step_memory.of_others(0) == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float64, 8), (torch.float32, 5), (torch.bfloat16, 12)]
+)
+def test_a_memory_budget_is_refused_where_products_are_padded(dtype, width):
+    state = LayerState(Recalibration(budget=Budget(memory=1 << 30)))
+    case = make_case(dtype=dtype, hidden=8, width=width)
+    with pytest.raises(ValueError, match="budget.memory=1073741824: the experts' products"):
+        experts(case.x.requires_grad_(), *case[1:5], state=state)
+
+
+def test_copies_of_the_weights_under_autocast_are_held_until_the_backward_pass():
+    state = LayerState(Recalibration(rate=0.0))
+    case = make_case(dtype=torch.float32)
+    plain = experts(case.x.requires_grad_(), *case[1:5], state=state)
+    of_plain = state.step_memory.of_others(0)
+    del plain
+    gate_up, down = case.gate_up.requires_grad_(), case.down.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = experts(case.x, case.expert, case.p, gate_up, down, state=state)
+    copies = (gate_up.nbytes + down.nbytes) // 2
+    assert copies < state.step_memory.of_others(0) < of_plain + copies
+    output.sum().backward()
+    assert state.step_memory.of_others(0) == 0
+
+
 def test_later_layers_are_expected_to_save_what_they_saved_last():
     class Call:
         def __init__(self, number):

@@ -280,6 +280,51 @@ def test_replicas_are_bit_equal_to_home_in_both_passes_though_layers_share_the_s
     assert all(different == 0 for *_, different in ranks)
 
 
+def _one_freezes(rank, world_size, job):
+    case = local(job.cases[rank], rank, world_size)
+    gate_up = case.gate_up.requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match=r"8 for gate_up_proj, 16 for down_proj: \[2\d, 1\d\]"):
+        experts(
+            case.x.requires_grad_(), case.expert, case.p, gate_up, case.down.requires_grad_(),
+            group=dist.group.WORLD, state=LayerState(job.config),
+        )  # fmt: skip
+    return True
+
+
+def test_ranks_must_agree_on_frozen_experts_where_there_may_be_replicas():
+    config = Recalibration(rate=0.0, placement="recalibrated")
+    job = make_job((11, 14), config, num_experts=8, dtype=torch.float32, top_k=3)
+    assert run_ranks(_one_freezes, 2, job) == [True, True]
+
+
+def _other_group_in_between(rank, world_size, job):
+    """A call of one rank alone, between the two passes of a call of all."""
+    lrmoe.state.plan = partial(random_plan, seed=1, moves=False)
+    case = local(job.cases[rank], rank, world_size)
+    state = LayerState(job.config)
+    leaves = {n: getattr(case, n).clone().requires_grad_() for n in TENSORS}
+    output = experts(
+        leaves["x"], case.expert, leaves["p"], leaves["gate_up"], leaves["down"],
+        group=dist.group.WORLD, state=state,
+    )  # fmt: skip
+    lrmoe.state.plan = _real_plan
+    if rank == 0:
+        alone = job.cases[0]
+        with torch.no_grad():
+            limited = Recalibration(budget=Budget(memory=1 << 40))
+            experts(*alone[:5], state=LayerState(limited))
+    output.backward(case.grad)
+    return {n: leaf.grad for n, leaf in leaves.items()}
+
+
+def test_a_call_of_one_rank_leaves_the_slots_of_others_alone():
+    job = make_job((11, 14), Recalibration(rate=0.0), num_experts=8, dtype=torch.float32, top_k=3)
+    got = run_ranks(_other_group_in_between, 2, job)
+    want = oracle_gradients(union(job.cases), torch.ones(25, 3), job.config)
+    for name in ("gate_up", "down"):
+        assert relative_error(torch.cat([g[name] for g in got]), want[name]) < 1e-5
+
+
 def test_random_plans_are_legal():
     rng = np.random.default_rng(0)
     for seed in range(20):

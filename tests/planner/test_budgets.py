@@ -190,6 +190,9 @@ def test_a_memory_budget_makes_no_more_replicas_than_it_has_room_for():
         ({"past_counts_SWE": np.zeros((1, 2, 3))}, "past_counts_SWE has shape"),
         ({"held_WL": np.zeros((3, 1))}, "held_WL has 3 rows, expected 2"),
         ({"score_quantiles_EQ": np.zeros((3, 1))}, "score_quantiles_EQ has 3 rows, expected 4"),
+        ({"score_quantiles_EQ": np.full((4, 1), np.nan)}, "score_quantiles_EQ: must be finite"),
+        ({"memory": ()}, "memory=\\(\\): needs at least one moment"),
+        ({"reserved_W": np.zeros(3, int)}, "reserved_W has shape"),
         ({"placement": "ultraep", "options": {"alpha": 1.0}}, "'alpha' is not a constant of"),
     ],
 )

@@ -9,7 +9,7 @@ gate first, then up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -17,6 +17,7 @@ from lrmoe.kernels.scratch import scratch
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _COMPILED = (torch.float32, torch.bfloat16)
+_CHUNK = 4096
 
 
 def gated_forward(
@@ -67,10 +68,15 @@ def gated_forward_reference(
     gate_up_R2F: torch.Tensor, scale_R: torch.Tensor, act: Activation | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`gated_forward` in plain PyTorch: any activation, dtype and device."""
+    R, F2 = gate_up_R2F.shape
     wide = _wide(gate_up_R2F.dtype)
-    h_RF = _gated(gate_up_R2F.to(wide), act)
-    scaled_RF = (h_RF * scale_R.to(wide)[:, None]).to(gate_up_R2F.dtype)
-    return scaled_RF, h_RF.square().sum(1)
+    scaled_RF = gate_up_R2F.new_empty(R, F2 // 2)
+    norm_sq_R = gate_up_R2F.new_empty(R, dtype=wide)
+    for rows in _chunks(R):
+        h = _gated(gate_up_R2F[rows].to(wide), act)
+        scaled_RF[rows] = h * scale_R[rows].to(wide)[:, None]
+        norm_sq_R[rows] = h.square().sum(1)
+    return scaled_RF, norm_sq_R
 
 
 def gated_backward_reference(
@@ -81,14 +87,26 @@ def gated_backward_reference(
     act: Activation | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`gated_backward` in plain PyTorch: any activation, dtype and device."""
-    dtype, wide = gate_up_R2F.dtype, _wide(gate_up_R2F.dtype)
-    grad_h_PF, coef_P1 = grad_h_PF.to(wide), coef_P.to(wide)[:, None]
-    with torch.enable_grad():
-        gate_up = gate_up_R2F[row_ids_P].to(wide).requires_grad_()
-        h_PF = _gated(gate_up, act)
-        (grad_gate_up,) = torch.autograd.grad(h_PF, gate_up, coef_P1 * grad_h_PF)
-    h_PF = h_PF.detach()
-    return grad_gate_up.to(dtype), (coef_P1 * h_PF).to(dtype), (grad_h_PF * h_PF).sum(1)
+    P, F = grad_h_PF.shape
+    wide = _wide(gate_up_R2F.dtype)
+    grad_gate_up_P2F = gate_up_R2F.new_empty(P, 2 * F)
+    scaled_PF = gate_up_R2F.new_empty(P, F)
+    inner_P = gate_up_R2F.new_empty(P, dtype=wide)
+    for rows in _chunks(P):
+        grad_h, coef = grad_h_PF[rows].to(wide), coef_P[rows].to(wide)[:, None]
+        with torch.enable_grad():
+            gate_up = gate_up_R2F[row_ids_P[rows]].to(wide).requires_grad_()
+            h = _gated(gate_up, act)
+            (grad_gate_up_P2F[rows],) = torch.autograd.grad(h, gate_up, coef * grad_h)
+        h = h.detach()
+        scaled_PF[rows] = coef * h
+        inner_P[rows] = (grad_h * h).sum(1)
+    return grad_gate_up_P2F, scaled_PF, inner_P
+
+
+def _chunks(num_rows: int) -> Iterator[slice]:
+    """Few rows at a time, so that temporaries in float32 stay small."""
+    return (slice(first, first + _CHUNK) for first in range(0, num_rows, _CHUNK))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

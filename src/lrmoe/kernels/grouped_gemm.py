@@ -58,6 +58,11 @@ def _is_native(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def is_padded(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether experts with these widths are padded to the longest one, which takes more memory."""
+    return dtype not in _NATIVE or any(w * dtype.itemsize % _ALIGNMENT_BYTES for w in widths)
+
+
 @cache
 def warn_padded() -> None:
     """Say once, for all layers and products, that the slower path runs."""

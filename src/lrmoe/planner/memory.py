@@ -113,6 +113,8 @@ class LayerShape:
             size += T * self.row_bytes
         if self.router_grad == "exact":
             size += N * self.row_bytes
+        if self.moves_pairs:  # the inputs of pairs that may move
+            size += T * self.row_bytes
         return size
 
     @property
@@ -137,7 +139,7 @@ class LayerShape:
         # Notes of a kept pair: row, place, coefficient; of both passes: <G, y> or |h|^2.
         notes = _FLOAT32 + (0 if self.draw == "forward" else 2 * _INT32 + _FLOAT32)
         earlier = int(self.has_gradients)
-        moved_rows = D if self.moves_pairs else 0
+        moved_rows = 2 * D if self.moves_pairs else 0  # as they came, and among the others'
 
         def forward(
             name: str, pair: int, row: int, part: int = 0, has_saved: bool = not is_early

@@ -9,7 +9,8 @@ that never move. Policies that re-place experts (SYMI, EPLB, FlexMoE, SmartMoE, 
 with replicas of the moved experts in their new places while the home copy gets no pairs; that takes
 more slots than the policy's own redundant ones (:func:`slots_per_rank`) and moves weights in every
 call instead of optimizer state now and then. Policies that look at history place at home as long as
-there is none.
+there is none. In training the history is of layer calls: with gradient accumulation a policy that
+was published for iterations sees micro-batches.
 
 Shape letters: W = ranks, E = experts, V = instances (rank-major), X = exports (an expert's pairs
 that leave home for one other rank), P = physical slots of a policy without a home.

@@ -190,6 +190,9 @@ class PlanProblem:
             )
         if self.held_WL is not None and len(self.held_WL) != W:
             raise ValueError(f"held_WL has {len(self.held_WL)} rows, expected {W}")
+        scores_EQ = self.score_quantiles_EQ
+        if scores_EQ is not None and not np.isfinite(scores_EQ).all():
+            raise ValueError("score_quantiles_EQ: must be finite")
         if self.score_quantiles_EQ is not None and len(self.score_quantiles_EQ) != E:
             raise ValueError(
                 f"score_quantiles_EQ has {len(self.score_quantiles_EQ)} rows, expected {E}"
