@@ -194,7 +194,7 @@ def test_a_memory_budget_of_the_step_binds_and_is_kept():
             assert max(report.memory_step for report in reports) <= check.budget.memory
             # The first layers run their backward passes when the last one has freed its memory.
             assert reports[0].backward_fraction == 1
-            assert 0.5 < reports[-1].backward_fraction < 1
+            assert 0.2 < reports[-1].backward_fraction < 1
             # By the allocator: everything but the weights, which were there, and hidden states.
             assert peak + layers * weights - 2 * layers * hidden <= 1.02 * check.budget.memory
     for done in ranks:  # refused by every rank before anything is allocated

@@ -16,14 +16,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def run_until_killed(settings, die_at, monkeypatch):
-    monkeypatch.setattr(launch, "_WORKER", "dying_worker")
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), path))))
     monkeypatch.setenv("DIE_AT", die_at)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(launch.RanksFailedError, match="-9"):
-        launch.launch(settings, 2)
+        launch.launch(settings, 2, worker="dying_worker")
 
 
 def test_a_run_killed_twice_ends_bitwise_like_an_undisturbed_one(
