@@ -126,7 +126,7 @@ def account_backward(
     """Count the work of a backward pass, and the bytes of the layer call at its peak.
 
     Args:
-        gate_up_R2F: saved, or joined with that of pairs that moved here.
+        gate_up_R2F: saved, or a copy with that of pairs that moved here.
     """
     tally, plan = state.tally, record.plan
     tally.spans.append(("bwd_ms", span))
@@ -144,6 +144,10 @@ def account_backward(
         makespan=_makespan(plan, announced),
     )
     made = 0 if saved.get("gate_up_R2F") is gate_up_R2F else _nbytes(gate_up_R2F)
+    if announced.moved_x_UD is not None:  # inputs as they came, and copied beside the others'
+        row_bytes = saved["x_UD"].shape[1] * saved["x_UD"].element_size()
+        made += announced.moved_x_UD.nbytes
+        made += int(announced.splits.receive_rows_W.sum()) * row_bytes
     weights = _weights(saved, record, exchange) | {"saved": _saved_bytes(saved)}
     early = weights | {"work": grads.temporary_bytes + made}
     late = weights | {
