@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lrmoe.kernels import grouped_gemm, scratch
+from lrmoe.kernels import gated, grouped_gemm, scratch
 from lrmoe.kernels.gated import (
     gated_backward,
     gated_backward_reference,
@@ -192,6 +192,26 @@ def test_the_compiled_sigmoid_is_as_exact_as_float32():
     h, _ = gated_forward(gate_up, torch.ones_like(gate), None)
     want = F.silu(gate.double())
     assert ((h[:, 0] - want).abs() <= want.abs() * 5e-7).all()
+
+
+@pytest.mark.parametrize("num_rows", [0, 6, 7, 8, 20])
+def test_rows_of_the_reference_do_not_depend_on_how_they_are_divided(num_rows, monkeypatch):
+    generator = torch.Generator().manual_seed(num_rows)
+    gate_up = torch.randn(20, 10, generator=generator)
+    ids = torch.randint(20, (num_rows,), generator=generator, dtype=torch.int32)
+    grad_h = torch.randn(num_rows, 5, generator=generator)
+    coef = torch.rand(num_rows, generator=generator)
+    whole = (
+        *gated.gated_forward_reference(gate_up[:num_rows], coef, F.gelu),
+        *gated.gated_backward_reference(gate_up, ids, grad_h, coef, F.gelu),
+    )
+    monkeypatch.setattr(gated, "_CHUNK", 7)
+    parts = (
+        *gated.gated_forward_reference(gate_up[:num_rows], coef, F.gelu),
+        *gated.gated_backward_reference(gate_up, ids, grad_h, coef, F.gelu),
+    )
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
 
 
 def test_large_gates_saturate_the_sigmoid():

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from lrmoe import LayerState, Recalibration, compute, experts, layer, score, sel
 from lrmoe.config import UNBIASED_RULES
 from lrmoe.kernels import grouped_gemm, scratch
 from lrmoe.pairs import sort_pairs
+from lrmoe.state import _ranks_per_node
 from tests import oracle
 from tests.layers import (
     RULES,
@@ -523,6 +525,21 @@ def test_a_backward_pass_frees_what_the_forward_pass_saved():
     output.backward(case.grad)
     del output
     assert len(state._calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node"),
+    [
+        ([0], None),
+        ([0, 0, 0, 0], None),
+        ([0, 0, 1, 1], 2),
+        ([3, 2, 1, 0], 1),
+        ([0, 1, 0, 1], None),  # strided over nodes
+        ([0, 0, 0, 1], None),
+    ],
+)
+def test_nodes_are_known_where_they_are_equal_runs_of_ranks(nodes, per_node):
+    assert _ranks_per_node(np.array(nodes)) == per_node
 
 
 # ---- random streams ----------------------------------------------------------------------------

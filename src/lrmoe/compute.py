@@ -249,7 +249,11 @@ def _joined(products: Iterable[torch.Tensor]) -> torch.Tensor:
 def _summed(
     products: Iterable[torch.Tensor], row_ids_R: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, int]:
-    """Sums of the products per token row; and the bytes of both at their largest."""
+    """Sums of the products per token row; and the bytes of both at their largest.
+
+    A rank's replicas count as if they were another rank's: each buffer's sums are rounded once, and
+    so is their total. Joining the products first would need them twice.
+    """
     sums_UD, first, largest = None, 0, 0
     for product in products:
         row_ids = row_ids_R[first : first + len(product)]

@@ -148,17 +148,17 @@ class Recalibration:
                 f"rows='static' with placement={self.placement!r}: replicas decide the rows of the "
                 "payload; use placement='fixed' or rows='exact'"
             )
-        limited = [n for n in ("memory", "link_bytes") if getattr(self.budget, n, None) is not None]
-        if self.router_grad == "exact" and limited:
-            raise ValueError(
-                f"router_grad='exact' with budget.{limited[0]}: the outputs of all pairs return to "
-                "their tokens, which the planner does not count; use 'kept' or 'completed'"
-            )
         rho = self.min_inclusion
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 <= rho <= 1:
             raise ValueError(f"min_inclusion={rho!r}: allowed is 0 <= value <= 1")
         if not isinstance(self.budget, Budget):
             raise ValueError(f"budget={self.budget!r}: must be a Budget")
+        for name in ("memory", "link_bytes"):
+            if self.router_grad == "exact" and getattr(self.budget, name) is not None:
+                raise ValueError(
+                    f"router_grad='exact' with budget.{name}: the outputs of all pairs return to "
+                    "their tokens, which the planner does not count; use 'kept' or 'completed'"
+                )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: must be an integer")
 
@@ -171,6 +171,11 @@ class Recalibration:
     def effective_scope(self) -> str:
         """``scope`` with the rule's default filled in."""
         return self.scope or ("local" if self.is_unbiased else "global")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether anything but the rate shapes a plan, so that the compiled planner runs."""
+        return self.placement != "fixed" or self.quotas != "rate" or self.budget != Budget()
 
     def rate_at(self, step: int) -> Fraction:
         """The requested rate at an optimizer step, as the decimal number the user wrote."""

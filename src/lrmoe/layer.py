@@ -90,16 +90,16 @@ def experts(
     exchange = Exchange(group)
     try:
         _check(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, act)
-        _check_budget(state, gate_up_proj.dtype, gate_up_proj.shape[2], down_proj.shape[2])
+        device_type = hidden_states.device.type
+        dtype = gate_up_proj.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        _check_budget(state, dtype, gate_up_proj.shape[2], down_proj.shape[2])
     except ValueError:
         refuse_call(exchange, gate_up_proj)
         raise
     state = state if state is not None else LayerState()
     span = Span(hidden_states.device, exchange.num_ranks)
-    device_type = hidden_states.device.type
-    dtype = gate_up_proj.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
     needs_grad = [
         torch.is_grad_enabled() and t.requires_grad
         for t in (hidden_states, top_k_weights, gate_up_proj, down_proj)
@@ -158,7 +158,8 @@ class _Call:
 
 
 def _as_in_forward(backward: Callable[..., Any]) -> Any:
-    """Scores and sums keep their dtype where the backward pass is started under autocast."""
+    """Scores and sums keep their dtype where the backward pass is started under autocast, and
+    temporaries give their memory back if those of the forward pass did."""
 
     @wraps(backward)
     def run(ctx: Any, grad_TD: torch.Tensor) -> Any:

@@ -120,10 +120,6 @@ class Slots:
             if len(buffers[0]) > num_slots:
                 del self._buffers[key]
 
-    def nbytes(self) -> int:
-        """Bytes of all slot buffers of this process."""
-        return sum(b.nbytes for pair in self._buffers.values() for b in pair)
-
 
 class Arriving:
     """Replica weights on their way into the slots; call it to wait for them."""

@@ -1,9 +1,9 @@
 """What the MoE layers of a model hold beside the call that runs, for budgets on a whole step.
 
 While a layer runs, the others hold their weights and gradients, and those before it what their
-forward passes saved. A layer may use what is left after that and after what the later layers are
-expected to save (specification, section 9). Bytes are those of the tensors that exist, so that a
-rank which frees a graph early, or late, is never guessed at.
+forward passes saved. It may use what is left; what it saves itself must leave room for what the
+later layers are expected to save. Bytes are those of the tensors that exist, so that a rank which
+frees a graph early, or late, is never guessed at.
 """
 
 from __future__ import annotations

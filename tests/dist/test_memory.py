@@ -3,13 +3,17 @@
 Shape letters: W ranks, E experts.
 """
 
+import os
 import resource
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from torch.profiler import ProfilerActivity, profile
 
 import lrmoe.state
@@ -18,8 +22,9 @@ from lrmoe.exchange import Exchange
 from lrmoe.kernels.scratch import release_scratch
 from lrmoe.planner import Costs
 from lrmoe.step_memory import StepMemory
-from tests.dist.test_layer import local
-from tests.layers import TENSORS, make_case
+from tests.dist.test_layer import local, make_job
+from tests.layers import TENSORS, make_case, oracle_gradients, run_layer
+from tests.models import relative_error
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -245,6 +250,81 @@ def test_five_hundred_steps_of_drifting_skew_stay_below_the_budget_and_do_not_gr
         assert max(replicas for *_, replicas, _ in used) > 0
         resident = [of_step for *_, of_step in used]
         assert max(resident[400:]) - max(resident[100:200]) < 8e6
+
+
+BUDGETED = [
+    {},
+    {"draw": "forward", "save": "inputs"},
+    {"placement": "recalibrated"},
+    {"placement": "recalibrated", "draw": "forward"},
+    {"placement": "ultraep", "save": "inputs"},
+    {"placement": "recalibrated", "selection": "top", "router_grad": "completed"},
+]
+THROUGH = {"plain": None, "non-reentrant": False, "reentrant": True}
+
+
+SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5)
+
+
+def _budgeted(rank, world_size, jobs, group_name):
+    """A run of every job, one after the other, so that they find each other's slots: first without
+    a limit, then with the least share of what that took with which there is a plan."""
+    lrmoe.state.link_costs = lambda *_: Costs()
+    os.environ["GROUP_RANK"] = str(rank)  # one node each
+    group = dist.group.WORLD if group_name == "world" else None
+    done = []
+    for job, through in jobs:
+        kind = THROUGH[through]
+        extra = {} if kind is None else {"through": partial(checkpoint, use_reentrant=kind)}
+        case = local(job.cases[rank], rank, world_size)
+        free = run_layer(case, job.config, group=group, **extra)
+        used = torch.tensor([free.report.memory_step])
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for share in SHARES:
+            budget = replace(job.config.budget, memory=int(share * used))
+            try:
+                run = run_layer(case, replace(job.config, budget=budget), group=group, **extra)
+            except InfeasiblePlan:  # on every rank, or the next collective would hang
+                continue
+            done.append((run, budget.memory))
+            break
+    return done
+
+
+@pytest.mark.parametrize("tokens", [(160,), (160, 0), (130, 90)])
+def test_gradients_under_a_memory_budget_equal_the_oracle(tokens):
+    shape = {
+        "dtype": torch.float32, "num_experts": 8, "top_k": 2, "used": (0, 1, 2, 7),
+        "hidden": 16, "width": 16,
+    }  # fmt: skip
+    budget = Budget(slots=2, memory=1 << 40, c_max=0.9)
+    jobs = [
+        (make_job(tokens, Recalibration(rate=0.0, budget=budget, **kind), **shape), through)
+        for kind in BUDGETED
+        for through in THROUGH
+    ]
+    group = "none" if len(tokens) == 1 else "world"
+    ranks = run_ranks(_budgeted, len(tokens), jobs, group, timeout=150)
+    replicas, dropped = 0, set()
+    for i, (job, through) in enumerate(jobs):
+        total = {}
+        runs = [done[i][0] for done in ranks]
+        for case, run, memory in zip(job.cases, runs, (done[i][1] for done in ranks), strict=True):
+            assert run.report.memory_step <= memory
+            want = oracle_gradients(case, run.records[0].weight, job.config)
+            for name in ("x", "p"):
+                error = relative_error(run.grads[name], want[name])
+                assert error < 1e-5, (job.config, through, name)
+            for name in ("gate_up", "down"):
+                total[name] = total.get(name, 0) + want[name]
+        for name, want in total.items():
+            got = torch.cat([run.grads[name] for run in runs])
+            assert relative_error(got, want) < 1e-5, (job.config, through, name)
+        replicas += runs[0].report.replicas
+        if runs[0].report.backward_fraction < 1:
+            dropped.add(through)
+    assert dropped == set(THROUGH)  # nothing but the budget asks for that
+    assert len(tokens) == 1 or replicas > 0
 
 
 def test_what_a_dropped_graph_saved_is_not_counted_for_ever():

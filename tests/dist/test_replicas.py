@@ -325,6 +325,51 @@ def test_a_call_of_one_rank_leaves_the_slots_of_others_alone():
         assert relative_error(torch.cat([g[name] for g in got]), want[name]) < 1e-5
 
 
+def _without_replicas_in_between(rank, world_size, job):
+    """Under a memory budget, a layer without replicas between the two passes of one with some."""
+    case = local(job.cases[rank], rank, world_size)
+    states = [LayerState(job.config, layer) for layer in (0, 1)]
+    leaves = {n: getattr(case, n).clone().requires_grad_() for n in TENSORS}
+    other = [(1.5 * leaves[n]).detach().requires_grad_() for n in ("gate_up", "down")]
+    made_here = []
+
+    def with_replicas(problem):
+        plan = random_plan(problem, seed=14, moves=False)
+        made_here.append(int((plan.is_replica & (plan.instance_rank_V == rank)).sum()))
+        return plan
+
+    plans = (with_replicas, _real_plan)
+    hidden = leaves["x"]
+    weights = ((leaves["gate_up"], leaves["down"]), tuple(other))
+    for state, (gate_up, down), made in zip(states, weights, plans, strict=True):
+        lrmoe.state.plan = made
+        hidden = hidden + experts(
+            hidden, case.expert, leaves["p"], gate_up, down, group=dist.group.WORLD, state=state
+        )
+    hidden.backward(case.grad)
+    gradients = [leaves[n].grad for n in ("gate_up", "down")] + [t.grad for t in other]
+    return gradients, made_here[0]
+
+
+def test_ranks_agree_on_what_slots_hold_when_a_budget_shrinks_them():
+    config = Recalibration(rate=0.0, budget=Budget(memory=1 << 40))
+    shape = {"num_experts": 8, "dtype": torch.float32, "top_k": 3, "hidden": 8, "width": 4}
+    job = make_job((11, 14), config, **shape)
+    got = run_ranks(_without_replicas_in_between, 2, job)
+    counts = [replicas for _, replicas in got]
+    assert min(counts) == 0 < max(counts)  # or the slots of all ranks would shrink alike
+    case = union(job.cases)
+    leaves = {n: getattr(case, n).clone().requires_grad_() for n in TENSORS}
+    other = [(1.5 * leaves[n]).detach().requires_grad_() for n in ("gate_up", "down")]
+    hidden = leaves["x"]
+    for gate_up, down in [(leaves["gate_up"], leaves["down"]), other]:
+        hidden = hidden + experts(hidden, case.expert, leaves["p"], gate_up, down)
+    hidden.backward(case.grad)
+    want = [leaves["gate_up"].grad, leaves["down"].grad] + [t.grad for t in other]
+    for i, tensor in enumerate(want):
+        assert relative_error(torch.cat([g[i] for g, _ in got]), tensor) < 1e-5, i
+
+
 def test_random_plans_are_legal():
     rng = np.random.default_rng(0)
     for seed in range(20):

@@ -136,7 +136,7 @@ class Handle:
 
         A placement that never ran on this machine is compiled now, which takes half a minute.
         """
-        if config.placement != "fixed":
+        if config.is_planned:
             load_compiled(config.placement)
         self.config = config
         for state in self.states:

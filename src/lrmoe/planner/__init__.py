@@ -87,13 +87,14 @@ def load_compiled(placement: str) -> None:
     """Load a policy's compiled code, or compile it where it never ran, before time matters."""
     counts_WE = np.array([[9, 3, 2, 2], [9, 3, 2, 2]])
     for scope, share_seed in (("local", 0), ("local", None), ("global", None)):
-        for rate in (Fraction(0), Fraction(1, 2)):
+        for quota_mode in QUOTA_MODES:
             plan(
                 PlanProblem(
                     counts_WE=counts_WE,
                     past_counts_SWE=counts_WE[None],
-                    rate=rate,
+                    rate=Fraction(1, 2),
                     placement=placement,
+                    quotas=quota_mode,
                     scope=scope,
                     share_seed=share_seed,
                     budgets=Budgets(slots=2, memory_bytes=1 << 50),

@@ -26,7 +26,6 @@ def check_plan(plan: Plan, problem: PlanProblem) -> None:
     assert len(places) == len(expert_V), "an expert twice on one rank"
     _check_slots(plan, problem)
 
-    of_instance_V = counts_E[expert_V] if plan.backward_V is None else plan.backward_V
     if plan.backward_V is not None:
         assert np.array_equal(_by(expert_V, E, plan.backward_V), plan.quota_E), "instances' quotas"
         assert np.all((plan.backward_V >= 0) & (plan.backward_V <= plan.forward_WV.sum(0))), (
@@ -57,7 +56,6 @@ def check_plan(plan: Plan, problem: PlanProblem) -> None:
     assert np.isclose(plan.predicted.forward, expected.forward), "forward makespan"
     assert np.isclose(plan.predicted.backward, expected.backward), "backward makespan"
     _check_budgets(plan, problem, expected)
-    assert of_instance_V.shape == expert_V.shape
 
 
 def _by(group_V: Int, groups: int, values_V: Int) -> Int:

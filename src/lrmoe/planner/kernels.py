@@ -391,17 +391,15 @@ def drop_on_rank(amount, first, end, expert_V, total_V, kept_V, least_V, score_E
 
     Without scores all instances lose the same share. With them, the pairs of an instance are taken
     to be spread evenly over its expert's quantiles, the lowest of which are dropped already; the
-    share of an instance grows as long as its next score is below those of the others.
-
-    Returns:
-        The pairs that could not be dropped.
+    share of an instance grows as long as its next score is below those of the others. Never more
+    than ``kept_V - least_V``.
     """
     room = 0
     for v in range(first, end):
         room += kept_V[v] - least_V[v]
-    amount, missing = min(amount, room), max(0, amount - room)
+    amount = min(amount, room)
     if amount <= 0:
-        return missing
+        return
     Q = score_EQ.shape[1]
     # The largest level (a share in 1 / 2^20, or a score) that does not drop too much.
     before_V = kept_V[first:end].copy()
@@ -443,7 +441,6 @@ def drop_on_rank(amount, first, end, expert_V, total_V, kept_V, least_V, score_E
                     best, least_share = v, share
         kept_V[best] -= 1
         amount -= 1
-    return missing
 
 
 @_jit
@@ -451,13 +448,10 @@ def drop_pairs(extra, cap_W, begin_W, expert_V, total_V, kept_V, least_V, score_
     """Lower ``kept_V`` to the ranks' caps, and spend ``extra`` drops on the busiest ranks.
 
     The drops that caps force count as part of ``extra``. What is left of it levels the ranks from
-    above, to the level at which it is used up.
-
-    Returns:
-        Pairs above each rank's cap that could not be dropped.
+    above, to the level at which it is used up. A cap that ``least_V`` does not allow stays unmet,
+    which :func:`lrmoe.planner.settle.settle` finds.
     """
     W = len(cap_W)
-    missing_W = np.zeros(W, np.int64)
     work_W, room_W = np.zeros(W, np.int64), np.zeros(W, np.int64)
     for r in range(W):
         for v in range(begin_W[r], begin_W[r + 1]):
@@ -490,12 +484,9 @@ def drop_pairs(extra, cap_W, begin_W, expert_V, total_V, kept_V, least_V, score_
         if not changed:
             break
     for r in range(W):
-        missing_W[r] = drop_on_rank(
+        drop_on_rank(
             drop_W[r], begin_W[r], begin_W[r + 1], expert_V, total_V, kept_V, least_V, score_EQ
         )
-        # Only a cap has to be met; the level is a wish.
-        missing_W[r] = min(missing_W[r], max(0, work_W[r] - room_W[r] - cap_W[r]))
-    return missing_W
 
 
 @_jit

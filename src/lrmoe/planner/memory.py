@@ -41,8 +41,9 @@ import numpy as np
 from lrmoe.planner.problem import Int, MemoryCosts, Plan
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
-# Gradients that arrived, their sum in float32 and their copy in float32, in units of 16-bit ones.
-_GRADIENTS_HOME = 5
+# Gradients that arrived, their sum in float32 and their copy in float32: five times 16 bits, of one
+# projection at a time, gate_up being two thirds of an expert. Rounded up.
+_GRADIENTS_HOME = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,9 @@ class LayerShape:
 
     def moments(self) -> tuple[Moment, ...]:
         """The moments of a layer call that can be its peak."""
+        return _moments(replace(self, tokens=0))  # the same for any number of tokens
+
+    def _all_moments(self) -> tuple[Moment, ...]:
         D, F, b = self.hidden, self.ffn, self.dtype_bytes
         gate_up_is_new = self.save == "inputs" or self.draw == "forward"
         made = 0 if gate_up_is_new else -2 * F  # counted with what is saved
@@ -272,6 +276,11 @@ class MemoryItems:
         others_W = (self.layers - 1) * (resting_W + self.held_W)
         total_W: Int = self.layer_call + others_W + self.layers * self.optimizer_W + self.other_W
         return total_W
+
+
+@lru_cache(maxsize=64)
+def _moments(shape: LayerShape) -> tuple[Moment, ...]:
+    return shape._all_moments()
 
 
 def even_share(shape: LayerShape, total_pairs: int, kept_share: float) -> tuple[int, int]:

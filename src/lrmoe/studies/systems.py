@@ -44,6 +44,11 @@ _LARGE_RANKS = 64  # above, peers whose planning takes seconds are left out
 _LARGE = ("fixed", "ultraep", "recalibrated")
 _LARGEST_RATE = 1e18
 _GIB = 1 << 30
+# What a memory subtotal is made of.
+_MEMORY = (
+    "home_weights", "replicas", "staging", "dispatch_rows", "saved_state", "payload_rows",
+    "workspace",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,12 +368,12 @@ def _breakdown(name: str, rows: Sequence[Row]) -> str:
         cells += [f"{row['fwd_ms']:.2f}", f"{row['bwd_ms']:.2f}"]
         cells += [f"{row[f'bwd_{part}_ms']:.2f}" for part in PARTS]
         cells += [f"{row['plan_ms']:.2f}", f"{row['replicas']:.1f}"]
-        memory = ("home_weights", "replicas", "dispatch_rows", "saved_state", "payload_rows")
         cells += [f"{row['memory_subtotal_bytes'] / _GIB:.2f}"]
-        cells += [f"{row[f'memory_{item}_bytes'] / _GIB:.2f}" for item in (*memory, "workspace")]
+        cells += [f"{row[f'memory_{item}_bytes'] / _GIB:.2f}" for item in _MEMORY]
         body.append(cells)
     head = ["", "imb fwd", "bwd", "fwd ms", "bwd ms", *(f"bwd {part}" for part in PARTS)]
-    head += ["plan", "replicas", "GiB", "home", "replicas", "dispatch", "saved", "payload", "work"]
+    head += ["plan", "replicas", "GiB", "home", "replicas", "staging", "dispatch"]
+    head += ["saved", "payload", "work"]
     return _markdown(f"{name}: a layer call", head, body)
 
 
@@ -429,12 +434,10 @@ def figures(settings: Systems, rows: Sequence[Row], out: Path) -> None:
                 panel.set_title(f"{name}, {phase} pass, ms of a layer call (simulated)", fontsize=9)
         axes[0][0].legend(fontsize=7)
         _save(figure, out / "systems_latency.png")
-        items = ("home_weights", "replicas", "dispatch_rows", "saved_state", "payload_rows",
-                 "workspace")  # fmt: skip
         figure, axes = plt.subplots(1, len(names), figsize=(12, 4.5), squeeze=False)
         for panel, name in zip(axes[0], names, strict=True):
             mine = list(means([r for r in of["main"] if r["model"] == name], _ARM).values())
-            _stack(panel, mine, [f"memory_{item}_bytes" for item in items], items, 1 / _GIB)
+            _stack(panel, mine, [f"memory_{item}_bytes" for item in _MEMORY], _MEMORY, 1 / _GIB)
             panel.set_title(f"{name}, GiB of the fullest rank (simulated)", fontsize=9)
         axes[0][0].legend(fontsize=7)
         _save(figure, out / "systems_memory.png")

@@ -113,8 +113,8 @@ class Window:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the state was taken."""
-        vars(self).update(state)
+        """Continues where the state was taken; what an older version did not count starts at 0."""
+        vars(self).update(state | {"sums": self.sums | state["sums"]})
 
     def totals(self, ranks: Ranks) -> dict[str, float]:
         """Since the start of the run: seconds of training and of the MoE layers, slowest rank.
