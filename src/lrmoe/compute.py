@@ -232,8 +232,8 @@ def _products(
     replicas are still on their way."""
     home = matrix(experts.home)
     n, ends = groups.home_rows, groups.offsets_e
-    if experts.replicas is None:
-        yield grouped_mm(rows_RA, home, ends)
+    if experts.replicas is None:  # those of the plan, if any, have no pairs
+        yield grouped_mm(rows_RA, home, ends[: len(home)])
         return
     yield grouped_mm(rows_RA[:n], home, ends[: len(home)])
     replicas = matrix(experts.replicas())
@@ -281,8 +281,8 @@ def _grouped_outer(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight gradients of the home experts, and of the replicas."""
     e, n, ends = len(experts.home.down_eDF), groups.home_rows, groups.offsets_e
-    if len(ends) == e:
-        return grouped_outer(rows_PA, rows_PB, ends), None
+    if not _joins(groups, experts):
+        return grouped_outer(rows_PA, rows_PB, ends[:e]), None
     return (
         grouped_outer(rows_PA[:n], rows_PB[:n], ends[:e]),
         grouped_outer(rows_PA[n:], rows_PB[n:], ends[e:] - n),

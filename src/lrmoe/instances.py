@@ -40,6 +40,22 @@ def local_experts(
     return compute.Experts(home=home, replicas=arriving, act=act)
 
 
+def with_kept_pairs(
+    local: compute.Experts,
+    record: CallRecord,
+    exchange: Exchange,
+    pairs_WV: Int,
+) -> compute.Experts:
+    """The instances again, where some replica has kept pairs and had none in the forward pass.
+
+    Its weights are sent now, since the gate_up outputs of those pairs are made from them.
+    """
+    is_new_V = (pairs_WV.sum(0) > 0) & (record.plan.forward_WV.sum(0) == 0)
+    if not is_new_V.any():  # as every rank finds
+        return local
+    return local_experts(record, exchange, local.home, local.act, pairs_WV)
+
+
 def groups(order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange) -> compute.Groups:
     """Where the rows of each instance on this rank end."""
     here = dispatch.local_instances(plan, exchange.rank)

@@ -30,6 +30,7 @@ from lrmoe.instances import (
     groups,
     kept_pairs,
     local_experts,
+    with_kept_pairs,
 )
 from lrmoe.kernels.gated import Activation
 from lrmoe.kernels.grouped_gemm import is_padded
@@ -242,6 +243,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
             )
             if not (plan.keeps_all and plan.backward_is_forward):
+                local = with_kept_pairs(local, record, exchange, announced.kept_WV)
                 kept, x_UD, gate_up_R2F = kept_pairs(
                     announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
                 )
