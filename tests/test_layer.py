@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lrmoe import LayerState, Recalibration, compute, experts, layer, score, select, token_losses
 from lrmoe.config import UNBIASED_RULES
 from lrmoe.kernels import grouped_gemm, scratch
+from lrmoe.kernels.rows import row_norm_sq
 from lrmoe.pairs import sort_pairs
 from lrmoe.state import _ranks_per_node
 from tests import oracle
@@ -225,7 +226,7 @@ def test_norms_accumulate_in_float32(dtype):
     case = make_case(hidden=4096, width=8, num_tokens=4).to(dtype)
     case = case._replace(grad=torch.full_like(case.grad, 0.01))
     (record,) = run_layer(case, Recalibration(rate=0.5, selection="top")).records
-    norm_sq_T, is_bad_T = score.row_norm_sq(case.grad)
+    norm_sq_T, is_bad_T = row_norm_sq(case.grad)
     assert relative_error(norm_sq_T, case.grad.double().square().sum(1)) < 1e-6
     assert not is_bad_T.any()
     exact = oracle.lrm_brute(*case)

@@ -44,7 +44,7 @@ def experts_scores_quotas(draw, least_quota=0):
 
 def _layout(scores_e, dtype=torch.float32):
     flat = [score for scores in scores_e for score in scores]
-    segments = Segments.of(np.array([len(s) for s in scores_e]), CPU)
+    segments = Segments(np.array([len(s) for s in scores_e]), CPU)
     return torch.tensor(flat, dtype=dtype), segments
 
 
@@ -139,7 +139,7 @@ def test_no_quota_is_no_probability():
 def test_probabilities_of_a_large_skewed_expert_solve_their_equation(quota):
     # pi = min(1, c * size) for one c, which 20,000 exact fractions are too slow to say
     score_N = torch.randn(20_000).mul(4).exp()
-    segments = Segments.of(np.array([20_000]), CPU)
+    segments = Segments(np.array([20_000]), CPU)
     size_N = sampling_sizes(score_N, segments, 0.1)
     pi_N = inclusion_probabilities(size_N, segments, np.array([quota]))
     assert int(pi_N.sum()) == quota * ONE
@@ -152,7 +152,7 @@ def test_probabilities_of_a_large_skewed_expert_solve_their_equation(quota):
 
 
 def test_too_many_kept_pairs_are_refused_before_any_sum_overflows():
-    segments = Segments.of(np.array([2]), CPU)
+    segments = Segments(np.array([2]), CPU)
     with pytest.raises(ValueError, match="4194305 kept pairs on one rank: allowed are 4194304"):
         inclusion_probabilities(torch.ones(2), segments, np.array([(1 << 22) + 1]))
 
@@ -286,12 +286,12 @@ def test_blocks_and_spread_equal_a_loop(runs):
 
 
 def test_segments_of_experts_without_pairs():
-    segments = Segments.of(np.array([0, 2, 0, 0, 1, 0]), CPU)
+    segments = Segments(np.array([0, 2, 0, 0, 1, 0]), CPU)
     assert segments.expert_N.tolist() == [1, 1, 4]
     assert segments.place_N.tolist() == [0, 1, 0]
     assert segments.start_N.tolist() == [0, 0, 2]
     assert segments.last_N.tolist() == [1, 1, 2]
-    empty = Segments.of(np.array([0, 0]), CPU)
+    empty = Segments(np.array([0, 0]), CPU)
     nothing = torch.zeros(0)
     for selection in (
         select_top(nothing, empty, np.array([0, 0])),

@@ -34,6 +34,7 @@ from lrmoe.instances import (
 )
 from lrmoe.kernels.gated import Activation
 from lrmoe.kernels.grouped_gemm import is_padded
+from lrmoe.kernels.rows import row_norm_sq
 from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
     PairTable,
@@ -43,7 +44,7 @@ from lrmoe.pairs import (
 )
 from lrmoe.recalibrate import choose_pairs, router_gradient
 from lrmoe.report import Span
-from lrmoe.score import lrm, row_norm_sq
+from lrmoe.score import lrm
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 

@@ -93,7 +93,7 @@ def _select(
     generator: torch.Generator,
 ) -> Selection:
     """The rule, inside each run of pairs."""
-    segments = Segments.of(count_e, score_N.device)
+    segments = Segments(count_e, score_N.device)
     if not config.is_unbiased:
         return select_top(score_N, segments, quota_e)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)

@@ -65,7 +65,7 @@ class LayerReport:
     bytes_recompute: int = 0
     clock: str = "wall"
     """What ``fwd_ms`` and ``bwd_ms`` measure: ``wall``, ``cuda``, or ``cpu`` (this rank's own CPU
-    time, where ranks outnumber cores)."""
+    time, where ranks outnumber cores or ``LRMOE_CLOCK=cpu`` says so)."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of the tensors alive at the peak of the largest layer call of the step, by category:
     ``home_weights``, ``replica_weights``, ``gradients``, ``replica_gradients``, ``saved`` (for the
@@ -187,6 +187,10 @@ class Tally:
         return report
 
 
+CLOCK_VARIABLE = "LRMOE_CLOCK"
+"""Environment variable: ``cpu`` makes layers on CPUs count their own CPU time in any case."""
+
+
 class Span:
     """Time of a stretch of code on this rank: wall clock, CUDA events, or its own CPU time."""
 
@@ -196,7 +200,7 @@ class Span:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
         else:
-            is_shared = num_ranks > (os.cpu_count() or 1)
+            is_shared = num_ranks > (os.cpu_count() or 1) or os.environ.get(CLOCK_VARIABLE) == "cpu"
             self.clock = "cpu" if is_shared else "wall"
             self._now = time.process_time if is_shared else time.perf_counter
             self._start = self._now()

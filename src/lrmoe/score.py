@@ -9,15 +9,6 @@ from __future__ import annotations
 import torch
 
 
-def row_norm_sq(grad_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``|G_t|^2`` per token, accumulated in float32, and which tokens have a non-finite G_t."""
-    wide_TD = grad_TD.to(torch.promote_types(grad_TD.dtype, torch.float32))
-    norm_sq_T = torch.linalg.vecdot(wide_TD, wide_TD)
-    # A large finite gradient may square to infinity; only the entries tell the two apart.
-    is_bad_T = ~torch.isfinite(grad_TD.abs().amax(1)) if grad_TD.shape[1] else norm_sq_T < 0
-    return norm_sq_T, is_bad_T
-
-
 def lrm(p_N: torch.Tensor, grad_norm_sq_N: torch.Tensor, h_norm_sq_N: torch.Tensor) -> torch.Tensor:
     """``p^2 |G|^2 |h|^2``: the squared Frobenius norm of the pair's own term in dL/dW_down.
 

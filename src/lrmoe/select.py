@@ -7,12 +7,15 @@ contiguous run of pairs. Counts and quotas are known on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lrmoe.kernels.ops import define
 from lrmoe.planner.problem import Float, Int
+from lrmoe.upload import upload
 
 # Probabilities (in units of 1 / ONE) and sizes are integers, so sums of them are exact: a sample
 # has exactly q pairs, and the weight is the exact inverse of the probability that was used. A size
@@ -33,30 +36,36 @@ class Selection:
     instance_P: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The experts' runs of pairs: what is known of them on the host, and per pair on the device."""
+    """The experts' runs of pairs: what is known of them on the host, and per pair on the device.
 
-    count_e: Int
-    expert_N: torch.Tensor
-    place_N: torch.Tensor  # place inside the expert's run
-    start_N: torch.Tensor  # first position of the expert's run
-    last_N: torch.Tensor
+    Args:
+        count_e: number of pairs of each expert, in expert-major order.
+    """
 
-    @classmethod
-    def of(cls, count_e: Int, device: torch.device) -> Segments:
-        """The layout of ``count_e[i]`` pairs of expert i, in expert-major order."""
-        count = torch.from_numpy(np.ascontiguousarray(count_e)).to(device)
-        num_pairs = int(count_e.sum())
-        expert_N = torch.repeat_interleave(count, output_size=num_pairs)
-        start_N = (count.cumsum(0) - count)[expert_N]
-        return cls(
-            count_e=count_e,
-            expert_N=expert_N,
-            place_N=torch.arange(num_pairs, device=device) - start_N,
-            start_N=start_N,
-            last_N=start_N + count[expert_N] - 1,
-        )
+    def __init__(self, count_e: Int, device: torch.device) -> None:
+        self.count_e = count_e
+        self.device_count_e = upload(count_e, device)
+
+    @cached_property
+    def expert_N(self) -> torch.Tensor:
+        """The expert of each pair."""
+        return torch.repeat_interleave(self.device_count_e, output_size=int(self.count_e.sum()))
+
+    @cached_property
+    def start_N(self) -> torch.Tensor:
+        """First position of the expert's run."""
+        return (self.device_count_e.cumsum(0) - self.device_count_e)[self.expert_N]
+
+    @cached_property
+    def last_N(self) -> torch.Tensor:
+        """Last position of the expert's run."""
+        return self.start_N + self.device_count_e[self.expert_N] - 1
+
+    @cached_property
+    def place_N(self) -> torch.Tensor:
+        """Place inside the expert's run."""
+        return torch.arange(len(self.expert_N), device=self.expert_N.device) - self.start_N
 
     def spread(self, values_e: Int | Float) -> torch.Tensor:
         """A value per expert -> one per pair."""
@@ -77,9 +86,8 @@ def keep_everything(num_pairs: int, like: torch.Tensor) -> Selection:
 
 def select_top(score_N: torch.Tensor, segments: Segments, quota_e: Int) -> Selection:
     """The ``quota`` highest scores of each expert; ties go to the earlier pair; NaN ranks first."""
-    order_N = segments.sort(_descending(score_N))
-    starts_e = segments.count_e.cumsum() - segments.count_e
-    kept_P = order_N[blocks(starts_e, quota_e, score_N.device)].sort().values
+    quota = upload(quota_e, score_N.device)
+    kept_P = top_pairs(score_N, segments.device_count_e, quota, int(quota_e.sum()))
     return Selection(kept_P=kept_P, weight_P=torch.ones_like(score_N[kept_P]))
 
 
@@ -100,14 +108,19 @@ def select_sampled(
         share_probability_e: P(quota >= 1) of a quota that was itself drawn
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
     """
-    pi_N = inclusion_probabilities(size_N, segments, quota_e)
+    _check_quota(quota_e)
     device = size_N.device
-    shuffle_N = torch.randint(0, 1 << 48, pi_N.shape, generator=generator, device=device)
+    shuffle_N = torch.randint(0, 1 << 48, size_N.shape, generator=generator, device=device)
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
-    kept_N = systematic_sample(pi_N, segments.sort(shuffle_N), start_e, segments)
-    # The number of kept pairs is known, so the compaction needs no device sync.
-    kept_P = torch.nonzero_static(kept_N, size=int(quota_e.sum())).squeeze(1)
-    weight_P = ONE / pi_N[kept_P].double()
+    kept_P, probability_P = sample_pairs(
+        size_N,
+        segments.device_count_e,
+        upload(quota_e, device),
+        segments.sort(shuffle_N),
+        start_e,
+        int(quota_e.sum()),
+    )
+    weight_P = ONE / probability_P.double()
     if share_probability_e is not None:
         weight_P /= segments.spread(share_probability_e)[kept_P]
     return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
@@ -118,12 +131,77 @@ def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> tor
 
     A non-finite score counts as the largest float32: its pair is all but certainly kept.
     """
+    return relative_sizes(score_N, segments.device_count_e, rho)
+
+
+# ---- operators: here for every device, in kernels/select_triton.py for CUDA ----------------------
+
+
+@define(
+    "select_triton",
+    fake=lambda score_N, count_e, quota_e, num_kept: count_e.new_empty(num_kept),
+)
+def top_pairs(
+    score_N: torch.Tensor, count_e: torch.Tensor, quota_e: torch.Tensor, num_kept: int
+) -> torch.Tensor:
+    """Positions of the ``quota`` highest scores of each expert, ascending: int64 [P]."""
+    segments = Segments(count_e.cpu().numpy(), count_e.device)
+    order_N = segments.sort(_descending(score_N))
+    starts_e = segments.count_e.cumsum() - segments.count_e
+    return order_N[blocks(starts_e, quota_e.cpu().numpy(), score_N.device)].sort().values
+
+
+def _fake_sample(
+    size_N: torch.Tensor,
+    count_e: torch.Tensor,
+    quota_e: torch.Tensor,
+    order_N: torch.Tensor,
+    start_e: torch.Tensor,
+    num_kept: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return order_N.new_empty(num_kept), order_N.new_empty(num_kept)
+
+
+@define("select_triton", fake=_fake_sample)
+def sample_pairs(
+    size_N: torch.Tensor,
+    count_e: torch.Tensor,
+    quota_e: torch.Tensor,
+    order_N: torch.Tensor,
+    start_e: torch.Tensor,
+    num_kept: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A systematic sample: kept positions, ascending, and their probabilities in ``1 / ONE``.
+
+    Args:
+        order_N: the order inside each expert in which the probabilities are laid end to end.
+        start_e: int64 in ``[0, ONE)``.
+    """
+    segments = Segments(count_e.cpu().numpy(), count_e.device)
+    pi_N = inclusion_probabilities(size_N, segments, quota_e.cpu().numpy())
+    kept_N = systematic_sample(pi_N, order_N, start_e, segments)
+    kept_P = torch.nonzero_static(kept_N, size=num_kept).squeeze(1)
+    return kept_P, pi_N[kept_P]
+
+
+@define(
+    "select_triton",
+    fake=lambda score_N, count_e, rho: score_N.new_empty(score_N.shape, dtype=_wide(score_N.dtype)),
+)
+def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> torch.Tensor:
+    """:func:`sampling_sizes` of runs of ``count`` pairs."""
+    segments = Segments(count_e.cpu().numpy(), count_e.device)
     largest = torch.finfo(torch.float32).max
     root_N = score_N.double().nan_to_num_(largest, largest).clamp_(max=largest).sqrt_()
     sum_e = root_N.new_zeros(len(segments.count_e)).index_add_(0, segments.expert_N, root_N)
     mean_N = sum_e[segments.expert_N] / (segments.last_N - segments.start_N + 1)
     size_N = torch.where(mean_N > 0, root_N / mean_N, 1.0).mul_(1 - rho).add_(rho)
     return size_N.to(_wide(score_N.dtype))
+
+
+def _check_quota(quota_e: Int) -> None:
+    if int(quota_e.sum()) > _MAX_KEPT:
+        raise ValueError(f"{int(quota_e.sum())} kept pairs on one rank: allowed are {_MAX_KEPT}")
 
 
 def inclusion_probabilities(size_N: torch.Tensor, segments: Segments, quota_e: Int) -> torch.Tensor:
@@ -133,8 +211,7 @@ def inclusion_probabilities(size_N: torch.Tensor, segments: Segments, quota_e: I
     ``size_k (q - k) >= size_k + size_{k+1} + ...``; so one sort solves for c. The sizes have mean 1
     in every expert.
     """
-    if int(quota_e.sum()) > _MAX_KEPT:
-        raise ValueError(f"{int(quota_e.sum())} kept pairs on one rank: allowed are {_MAX_KEPT}")
+    _check_quota(quota_e)
     place_N, start_N, last_N = segments.place_N, segments.start_N, segments.last_N
     quota_N = segments.spread(quota_e)
     units_N = (size_N.double() * _MEAN_SIZE).round_().long().clamp_(1, _MAX_SIZE)
@@ -190,10 +267,8 @@ def blocks(start_b: Int, length_b: Int, device: torch.device) -> torch.Tensor:
 
 def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -> torch.Tensor:
     """Each value as often as its run is long. The total is known: no device sync."""
-    values, lengths = (
-        torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (values_b, length_b)
-    )
-    return values.repeat_interleave(lengths, output_size=int(length_b.sum()))
+    lengths = upload(length_b, device)
+    return upload(values_b, device).repeat_interleave(lengths, output_size=int(length_b.sum()))
 
 
 def _descending(score_N: torch.Tensor) -> torch.Tensor:

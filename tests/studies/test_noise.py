@@ -48,7 +48,7 @@ def test_probabilities_fill_the_quotas(model):
 def test_the_formula_is_the_variance_of_the_sampler_up_to_its_fixed_number():
     torch.manual_seed(0)
     count_E = np.array([400])
-    segments = Segments.of(count_E, torch.device("cpu"))
+    segments = Segments(count_E, torch.device("cpu"))
     size_N = 0.2 + torch.rand(400, dtype=torch.float64)
     # Directions at random: what a fixed number of pairs takes off the variance is then small.
     g_ND = size_N[:, None] * torch.nn.functional.normalize(torch.randn(400, 50).double(), dim=1)

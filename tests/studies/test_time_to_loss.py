@@ -69,6 +69,7 @@ def test_another_family_is_refused():
         ({"targets": [2.0, 3.0]}, "must be losses in falling order"),
         ({"arms": [{"rate": 2.0}]}, "allowed is 0 <= rate < 1"),
         ({"text": "poems"}, "text='poems'"),
+        ({"clock": "sun"}, "clock='sun'"),
         ({"target": 3}, "target"),
     ],
 )
@@ -93,6 +94,7 @@ def test_a_race_on_two_ranks(tmp_path, capsys):
     race = {
         "name": "tiny",
         "is_skewed": True,
+        "clock": "cpu",
         "overrides": MODEL,
         "steps": 6,
         "eval_steps": 2,
@@ -107,6 +109,7 @@ def test_a_race_on_two_ranks(tmp_path, capsys):
     assert time_to_loss.main(arguments) == 0
     first, second = lines(path)
     assert first["arm"] == "fixed rate sampled C50"
+    assert first["clock"] == "cpu"
     assert first["ms_to_target"] > 0
     assert second["ms_to_target"] is None
     assert first["moe_ms"] < first["step_ms"]

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from lrmoe.kernels.ops import define
 from lrmoe.kernels.scratch import scratch
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-_COMPILED = (torch.float32, torch.bfloat16)
+_FUSED = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 _CHUNK = 4096
 
 
@@ -29,11 +33,11 @@ def gated_forward(
         act: ``None`` is SiLU, which has a fused kernel; any other is called as it is.
     """
     R, F2 = gate_up_R2F.shape
-    if act is not None or gate_up_R2F.dtype not in _COMPILED or gate_up_R2F.device.type != "cpu":
+    if act is not None or not _is_fused(gate_up_R2F):
         return gated_forward_reference(gate_up_R2F, scale_R, act)
     scaled_RF = scratch("h", (R, F2 // 2), gate_up_R2F.dtype, gate_up_R2F.device)
     norm_sq_R = scale_R.new_empty(R)
-    _swiglu_forward(gate_up_R2F, scale_R, scaled_RF, norm_sq_R)
+    swiglu_forward(gate_up_R2F, scale_R, scaled_RF, norm_sq_R)
     return scaled_RF, norm_sq_R
 
 
@@ -51,16 +55,14 @@ def gated_backward(
         grad_h_PF: ``W_down^T G``, without the coefficient.
         coef_P: float32, routing weight times selection weight; scales the first two results.
     """
-    if act is not None or gate_up_R2F.dtype not in _COMPILED or gate_up_R2F.device.type != "cpu":
+    if act is not None or not _is_fused(gate_up_R2F):
         return gated_backward_reference(gate_up_R2F, row_ids_P, grad_h_PF, coef_P, act)
     P, F = grad_h_PF.shape
     dtype, device = gate_up_R2F.dtype, gate_up_R2F.device
     grad_gate_up_P2F = scratch("grad_gate_up", (P, 2 * F), dtype, device)
     scaled_PF = scratch("h", (P, F), dtype, device)
     inner_P = coef_P.new_empty(P)
-    _swiglu_backward(
-        gate_up_R2F, row_ids_P, grad_h_PF, coef_P, grad_gate_up_P2F, scaled_PF, inner_P
-    )
+    swiglu_backward(gate_up_R2F, row_ids_P, grad_h_PF, coef_P, grad_gate_up_P2F, scaled_PF, inner_P)
     return grad_gate_up_P2F, scaled_PF, inner_P
 
 
@@ -118,17 +120,37 @@ def _gated(gate_up: torch.Tensor, act: Activation | None) -> torch.Tensor:
     return (torch.nn.functional.silu if act is None else act)(gate) * up
 
 
-def _swiglu_forward(
-    gate_up: torch.Tensor, scale: torch.Tensor, scaled: torch.Tensor, norm_sq: torch.Tensor
+def _is_fused(rows: torch.Tensor) -> bool:
+    return rows.dtype in _FUSED.get(rows.device.type, ())
+
+
+@define("gated_triton", fills=("scaled_RF", "norm_sq_R"))
+def swiglu_forward(
+    gate_up_R2F: torch.Tensor,
+    scale_R: torch.Tensor,
+    scaled_RF: torch.Tensor,
+    norm_sq_R: torch.Tensor,
 ) -> None:
+    """Fill the last two; see :func:`gated_forward`."""
     from lrmoe.kernels import gated_cpu  # compiles with numba on first use
 
-    gated_cpu.forward(*map(_array, (gate_up, scale, scaled, norm_sq)))
+    gated_cpu.forward(*map(_array, (gate_up_R2F, scale_R, scaled_RF, norm_sq_R)))
 
 
-def _swiglu_backward(*tensors: torch.Tensor) -> None:
+@define("gated_triton", fills=("grad_gate_up_P2F", "scaled_PF", "inner_P"))
+def swiglu_backward(
+    gate_up_R2F: torch.Tensor,
+    row_ids_P: torch.Tensor,
+    grad_h_PF: torch.Tensor,
+    coef_P: torch.Tensor,
+    grad_gate_up_P2F: torch.Tensor,
+    scaled_PF: torch.Tensor,
+    inner_P: torch.Tensor,
+) -> None:
+    """Fill the last three; see :func:`gated_backward`."""
     from lrmoe.kernels import gated_cpu
 
+    tensors = (gate_up_R2F, row_ids_P, grad_h_PF, coef_P, grad_gate_up_P2F, scaled_PF, inner_P)
     gated_cpu.backward(*map(_array, tensors))
 
 

@@ -66,12 +66,12 @@ def pooled(
             gives experts shares near their counts.
     """
     _refuse(share_e, config)
-    segments = Segments.of(count_e, score_N.device)
+    segments = Segments(count_e, score_N.device)
     root_N, mean_E = _roots(score_N, segments)
     size_N = root_N / mean_E[segments.expert_N].clamp_min(1e-300) ** normalised
     rho = config.min_inclusion
     size_N = (1 - rho) * size_N / size_N.mean().clamp_min(1e-300) + rho
-    everything = Segments.of(np.array([len(score_N)]), score_N.device)
+    everything = Segments(np.array([len(score_N)]), score_N.device)
     quota = np.array([int(quota_e.sum())])
     return select_sampled(size_N, everything, quota, generator)
 
@@ -93,7 +93,7 @@ def levelled(
     """
     _refuse(share_e, config)
     size_e = np.maximum(count_e, 1).astype(np.float64) ** (power - 1)
-    segments = Segments.of(count_e, score_N.device)
+    segments = Segments(count_e, score_N.device)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)
     quota_e = shared_quotas(size_e, count_e, quota_e, rho=0.0)
     return select_sampled(size_N, segments, quota_e, generator)
@@ -124,7 +124,7 @@ class Predicted:
     ) -> Selection:
         """The rule inside one layer call."""
         _refuse(share_e, config)
-        segments = Segments.of(count_e, score_N.device)
+        segments = Segments(count_e, score_N.device)
         _, mean_E = _roots(score_N, segments)
         layer = self._calls
         known_E = self._mean_E.get(layer)

@@ -53,7 +53,7 @@ class LayerPairs:
     @property
     def segments(self) -> Segments:
         """The experts' runs."""
-        return Segments.of(self.count_E, self.p_N.device)
+        return Segments(self.count_E, self.p_N.device)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +121,7 @@ def probabilities(
     quota_E = np.ceil(np.round((1 - rate) * pairs.count_E, 9)).astype(np.int64)
     size_N = size_N.double()
     if is_pooled:
-        segments = Segments.of(np.array([len(size_N)]), size_N.device)
+        segments = Segments(np.array([len(size_N)]), size_N.device)
         quota_E = np.array([quota_E.sum()])
     mean_N = _expert_mean(size_N, segments)
     size_N = (1 - _RHO) * torch.where(mean_N > 0, size_N / mean_N, 1.0) + _RHO

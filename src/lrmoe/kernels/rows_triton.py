@@ -1,0 +1,141 @@
+"""Row kernels for GPUs, in Triton; called through ``kernels.rows`` and ``score``.
+
+Bytes: every operand is read and written once, row ids included. Sums of rows have no atomics on
+values: ids are put in buckets in any order, and every sum takes its bucket in ascending order.
+
+Shape letters: P = gathered rows, U = unique rows, T = tokens, D = row width.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LARGEST_BLOCK = 2048  # entries of a row that one program holds
+_IDS_PER_PROGRAM = 1024
+_ROWS_PER_PROGRAM = 4
+_NONE = tl.constexpr(1 << 62)  # beyond every row
+
+
+def copy_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, out_PD: torch.Tensor) -> None:
+    """Fill ``out_PD`` with ``rows_UD[row_ids_P]``. Moves ``2 P D`` entries and ``P`` ids."""
+    P, D = out_PD.shape
+    if P == 0 or D == 0:
+        return
+    block = _block(D)
+    grid = (triton.cdiv(P, _ROWS_PER_PROGRAM), triton.cdiv(D, block))
+    _gather[grid](
+        rows_UD.contiguous(), row_ids_P, out_PD, P, D, ROWS=_ROWS_PER_PROGRAM, BLOCK=block
+    )
+
+
+def sum_rows(rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sums of the rows that name each unique row.
+
+    Moves ``(P + U) D`` entries, ``3 P`` ids and ``4 U`` offsets.
+    """
+    (P, D), U = rows_PD.shape, num_rows
+    if P == 0 or U == 0 or D == 0:
+        return rows_PD.new_zeros(U, D)
+    out_UD = rows_PD.new_empty(U, D)
+    count_U = torch.zeros(U, dtype=torch.int64, device=out_UD.device)
+    ids = {"BLOCK": _IDS_PER_PROGRAM}
+    grid = (triton.cdiv(P, _IDS_PER_PROGRAM),)
+    _count[grid](row_ids_P, count_U, P, **ids)
+    end_U = count_U.cumsum(0)
+    next_U = end_U - count_U
+    entry_P = torch.empty(P, dtype=torch.int64, device=out_UD.device)
+    _fill[grid](row_ids_P, next_U, entry_P, P, **ids)
+    block = _block(D)
+    wide = tl.float64 if rows_PD.dtype == torch.float64 else tl.float32
+    grid = (U, triton.cdiv(D, block))
+    _sum[grid](rows_PD.contiguous(), entry_P, end_U, out_UD, D, BLOCK=block, ENTRIES=16, WIDE=wide)
+    return out_UD
+
+
+def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``|row|^2`` and which rows are not finite. Reads ``T D`` entries, writes ``2 T`` scalars."""
+    T, D = rows_TD.shape
+    wide = torch.promote_types(rows_TD.dtype, torch.float32)
+    norm_sq_T = rows_TD.new_empty(T, dtype=wide)
+    is_bad_T = rows_TD.new_empty(T, dtype=torch.uint8)
+    if T:
+        _norm[(T,)](
+            rows_TD.contiguous(),
+            norm_sq_T,
+            is_bad_T,
+            D,
+            BLOCK=_block(D),
+            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
+        )
+    return norm_sq_T, is_bad_T.view(torch.bool)
+
+
+def _block(width: int) -> int:
+    return min(triton.next_power_of_2(max(width, 16)), _LARGEST_BLOCK)
+
+
+@triton.jit
+def _gather(rows, ids, out, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    source = tl.load(ids + row, mask=is_row, other=0).to(tl.int64)
+    is_inside = is_row[:, None] & (column < width)[None, :]
+    values = tl.load(rows + source[:, None] * width + column[None, :], mask=is_inside)
+    tl.store(out + row[:, None] * width + column[None, :], values, mask=is_inside)
+
+
+@triton.jit
+def _count(ids, count, num_ids, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < num_ids
+    row = tl.load(ids + place, mask=is_inside, other=0).to(tl.int64)
+    tl.atomic_add(count + row, tl.full([BLOCK], 1, tl.int64), mask=is_inside)
+
+
+@triton.jit
+def _fill(ids, following, entries, num_ids, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < num_ids
+    row = tl.load(ids + place, mask=is_inside, other=0).to(tl.int64)
+    slot = tl.atomic_add(following + row, tl.full([BLOCK], 1, tl.int64), mask=is_inside)
+    tl.store(entries + slot, place, mask=is_inside)
+
+
+@triton.jit
+def _sum(
+    rows, entries, ends, out, width, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = column < width
+    first = tl.load(ends + row - 1, mask=row > 0, other=0)
+    last = tl.load(ends + row)
+    total = tl.zeros([BLOCK], dtype=WIDE)
+    before = first * 0 - 1
+    for _ in range(first, last):
+        smallest = first * 0 + _NONE  # of the entries that are still to come
+        for start in range(first, last, ENTRIES):
+            place = start + tl.arange(0, ENTRIES)
+            entry = tl.load(entries + place, mask=place < last, other=_NONE)
+            smallest = tl.minimum(smallest, tl.min(tl.where(entry > before, entry, _NONE), 0))
+        before = smallest
+        total += tl.load(rows + before * width + column, mask=is_inside, other=0.0).to(WIDE)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _norm(rows, norm_sq, is_bad, width, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=WIDE)
+    bad = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(WIDE)
+        total += x * x
+        bad |= ((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32)
+    tl.store(norm_sq + row, tl.sum(total, 0))
+    tl.store(is_bad + row, tl.max(bad, 0).to(tl.uint8))

@@ -1,0 +1,290 @@
+"""Selection inside each expert's run of pairs, for GPUs, in Triton; called through ``select``.
+
+One program per expert, which passes over its run as often as it must; a run of a few thousand pairs
+stays in cache. No atomics, so a draw is the same every time.
+
+Shape letters: N = pairs in expert-major order, P = kept pairs, e = experts.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LARGEST_BLOCK = 2048
+_WARPS = 8
+_UNIT_BITS = tl.constexpr(40)  # probabilities are whole multiples of 2^-40 (select.ONE)
+_MEAN_SIZE = tl.constexpr(float(1 << 20))
+_MAX_SIZE = tl.constexpr((1 << 40) - 1)
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
+_NON_FINITE = tl.constexpr(0x7F800000)
+
+
+def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> torch.Tensor:
+    """:func:`lrmoe.select.sampling_sizes`. Reads the scores twice."""
+    size_N = score_N.new_empty(
+        score_N.shape, dtype=torch.promote_types(score_N.dtype, torch.float32)
+    )
+    if len(count_e) and len(score_N):
+        first_e = count_e.cumsum(0) - count_e
+        _sizes[(len(count_e),)](
+            score_N, first_e, count_e, size_N, rho, BLOCK=_block(score_N), num_warps=_WARPS
+        )
+    return size_N
+
+
+def sample_pairs(
+    size_N: torch.Tensor,
+    count_e: torch.Tensor,
+    quota_e: torch.Tensor,
+    order_N: torch.Tensor,
+    start_e: torch.Tensor,
+    num_kept: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`lrmoe.select.sample_pairs`.
+
+    The run is read once per round of capping (two or three where no pair dominates), and three
+    times more. Free pairs' probabilities are rounded in the random order, by one unit in 2^40 at
+    most otherwise than in the reference.
+    """
+    kept_P, probability_P = order_N.new_empty(num_kept), order_N.new_empty(num_kept)
+    if num_kept == 0:
+        return kept_P, probability_P
+    first_e, first_kept_e = count_e.cumsum(0) - count_e, quota_e.cumsum(0) - quota_e
+    _sample[(len(count_e),)](
+        size_N,
+        first_e,
+        count_e,
+        quota_e,
+        first_kept_e,
+        order_N,
+        start_e,
+        torch.empty_like(order_N),
+        kept_P,
+        probability_P,
+        BLOCK=_block(size_N),
+        num_warps=_WARPS,
+    )
+    return kept_P, probability_P
+
+
+def top_pairs(
+    score_N: torch.Tensor, count_e: torch.Tensor, quota_e: torch.Tensor, num_kept: int
+) -> torch.Tensor:
+    """:func:`lrmoe.select.top_pairs`. Reads the run 34 times: the lowest kept score bit by bit."""
+    kept_P = count_e.new_empty(num_kept)
+    if num_kept == 0:
+        return kept_P
+    first_e, first_kept_e = count_e.cumsum(0) - count_e, quota_e.cumsum(0) - quota_e
+    _top[(len(count_e),)](
+        score_N.float(),
+        first_e,
+        count_e,
+        quota_e,
+        first_kept_e,
+        kept_P,
+        BLOCK=_block(score_N),
+        num_warps=_WARPS,
+    )
+    return kept_P
+
+
+def _block(values_N: torch.Tensor) -> int:
+    return min(triton.next_power_of_2(max(len(values_N), 16)), _LARGEST_BLOCK)
+
+
+@triton.jit
+def _root(score):
+    score = score.to(tl.float64)
+    is_finite = (score == score) & (tl.abs(score) <= _LARGEST)
+    return tl.sqrt(tl.where(is_finite, score, _LARGEST))
+
+
+@triton.jit
+def _sizes(scores, firsts, counts, sizes, rho, BLOCK: tl.constexpr):
+    e = tl.program_id(0)
+    first = tl.load(firsts + e)
+    count = tl.load(counts + e)
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += _root(tl.load(scores + first + place, mask=place < count, other=0.0))
+    mean = tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        root = _root(tl.load(scores + first + place, mask=place < count, other=0.0))
+        size = tl.where(mean > 0, root / tl.where(mean > 0, mean, 1.0), 1.0)
+        size = size * (1.0 - rho) + rho
+        tl.store(sizes + first + place, size.to(sizes.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _units(sizes, first, place, count):
+    """Sizes as whole multiples of 2^-20, at least one; 0 beyond the run."""
+    size = tl.load(sizes + first + place, mask=place < count, other=0.0).to(tl.float64) * _MEAN_SIZE
+    # Half to even, as torch rounds: what lies half-way between is moved to the even neighbour.
+    below = tl.floor(size)
+    rest = size - below
+    is_odd = below - 2.0 * tl.floor(below * 0.5) == 1.0
+    units = (below + tl.where((rest > 0.5) | ((rest == 0.5) & is_odd), 1.0, 0.0)).to(tl.int64)
+    units = tl.minimum(tl.maximum(units, 1), _MAX_SIZE)
+    return tl.where(place < count, units, 0)
+
+
+@triton.jit
+def _is_capped(units, room, rest):
+    """Whether a pair's share of what is left of the quota reaches 1 (``rest``: with its own)."""
+    others = rest - units
+    margin = tl.where(room > 1, others >> 20, 0)
+    return (units > 0) & (room > 0) & (units * (room - 1) + margin >= others)
+
+
+@triton.jit
+def _ends(running, total, left):
+    """The running sum of the probabilities, rounded so that the last one is ``left`` exactly."""
+    end = running.to(tl.float64) / total.to(tl.float64) * left.to(tl.float64)
+    return tl.floor(end + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _sample(
+    sizes,
+    firsts,
+    counts,
+    quotas,
+    firsts_kept,
+    orders,
+    starts,
+    drawn,
+    kept,
+    probabilities,
+    BLOCK: tl.constexpr,
+):
+    e = tl.program_id(0)
+    first = tl.load(firsts + e)
+    quota = tl.load(quotas + e)
+    count = tl.where(quota > 0, tl.load(counts + e), 0)
+    one = (count * 0 + 1) << _UNIT_BITS
+
+    # Capping. A round caps every pair whose share of what is left would reach 1; the capped ones
+    # are those of at least `least` units, but for one that must stay free (`spared`).
+    least = count * 0 + _MAX_SIZE + 1
+    total = count * 0
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.sum(_units(sizes, first, place, count), 0)
+    num_capped = count * 0
+    rest = total
+    spared = count * 0 - 1
+    goes_on = quota > 0
+    while goes_on:
+        room = quota - num_capped
+        now_least = least
+        now_capped = count * 0
+        now_rest = count * 0
+        for start in range(0, count, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            units = _units(sizes, first, place, count)
+            is_capped = (units >= least) | _is_capped(units, room, rest)
+            now_capped += tl.sum(is_capped.to(tl.int64), 0)
+            now_rest += tl.sum(tl.where(is_capped, 0, units), 0)
+            now_least = tl.minimum(now_least, tl.min(tl.where(is_capped, units, _MAX_SIZE + 1), 0))
+        goes_on = (now_capped > num_capped) & (now_capped < quota) & (now_rest > 0)
+        # The last place may go to a pair for certain only if no other is left.
+        if (now_capped == quota) & (now_rest > 0) & (now_capped > num_capped):
+            for start in range(0, count, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                units = _units(sizes, first, place, count)
+                spared = tl.maximum(spared, tl.max(tl.where(units == now_least, place, -1), 0))
+            now_capped -= 1
+            now_rest += now_least
+        least = now_least
+        num_capped = now_capped
+        rest = now_rest
+
+    # The sample: probabilities end to end in the random order, and a pair wherever the running sum
+    # passes a whole number.
+    left = (quota - num_capped) << _UNIT_BITS
+    shift = tl.load(starts + e)
+    running = count * 0
+    certain = count * 0
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        is_inside = place < count
+        position = tl.load(orders + first + place, mask=is_inside, other=0) - first
+        units = tl.where(is_inside, _units(sizes, first, position, count), 0)
+        is_capped = is_inside & (units >= least) & (position != spared)
+        free = tl.where(is_capped, 0, units)
+        through = running + tl.cumsum(free, 0)
+        capped = certain + tl.cumsum(is_capped.to(tl.int64), 0)
+        divisor = tl.maximum(rest, 1)
+        end = _ends(through, divisor, left)
+        begin = _ends(through - free, divisor, left)
+        probability = tl.where(is_capped, one, end - begin)
+        upper = shift + (capped << _UNIT_BITS) + end
+        is_kept = is_inside & ((upper >> _UNIT_BITS) > ((upper - probability) >> _UNIT_BITS))
+        target = drawn + first + position
+        tl.store(target, tl.where(is_kept, probability, 0), mask=place < count)
+        running += tl.sum(free, 0)
+        certain += tl.sum(is_capped.to(tl.int64), 0)
+    tl.debug_barrier()  # all of the run is drawn before it is read in another order
+
+    slot = tl.load(firsts_kept + e)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        probability = tl.load(drawn + first + place, mask=place < count, other=0)
+        is_kept = probability > 0
+        target = slot + tl.cumsum(is_kept.to(tl.int64), 0) - 1
+        tl.store(kept + target, first + place, mask=is_kept)
+        tl.store(probabilities + target, probability, mask=is_kept)
+        slot += tl.sum(is_kept.to(tl.int64), 0)
+
+
+@triton.jit
+def _keys(scores, first, place, count):
+    """Whole numbers in the order of the scores, what is not finite highest; none beyond the run."""
+    score = tl.load(scores + first + place, mask=place < count, other=0.0)
+    bits = score.to(tl.int32, bitcast=True).to(tl.int64)
+    is_finite = (score == score) & (tl.abs(score) <= _LARGEST)
+    key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    key = tl.where(is_finite, key, _NON_FINITE)
+    return tl.where(place < count, key, -(1 << 40))
+
+
+@triton.jit
+def _top(scores, firsts, counts, quotas, firsts_kept, kept, BLOCK: tl.constexpr):
+    e = tl.program_id(0)
+    first = tl.load(firsts + e)
+    quota = tl.load(quotas + e)
+    count = tl.where(quota > 0, tl.load(counts + e), 0)
+    # The largest key that at least `quota` pairs reach, bit by bit from below the smallest.
+    lowest = count * 0 - (1 << 31)
+    step = count * 0 + (1 << 31)
+    while step > 0:
+        tried = lowest + step
+        reached = count * 0
+        for start in range(0, count, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            key = _keys(scores, first, place, count)
+            reached += tl.sum((key >= tried).to(tl.int64), 0)
+        lowest = tl.where(reached >= quota, tried, lowest)
+        step = step >> 1
+    above = count * 0
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        key = _keys(scores, first, place, count)
+        above += tl.sum((key > lowest).to(tl.int64), 0)
+    ties = quota - above  # of the pairs at the lowest kept score the first ones
+    slot = tl.load(firsts_kept + e)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        key = _keys(scores, first, place, count)
+        is_tie = key == lowest
+        nth = tl.cumsum(is_tie.to(tl.int64), 0)
+        is_kept = (key > lowest) | (is_tie & (nth <= ties))
+        target = slot + tl.cumsum(is_kept.to(tl.int64), 0) - 1
+        tl.store(kept + target, first + place, mask=is_kept)
+        slot += tl.sum(is_kept.to(tl.int64), 0)
+        ties -= tl.sum(is_tie.to(tl.int64), 0)
