@@ -502,9 +502,9 @@ def test_the_forward_draw_saves_less_the_more_is_dropped(save):
         for rate in (0.2, 0.5, 0.8):
             # rows of tokens fall more slowly than pairs, and a few bytes per pair stay
             assert saved["forward", rate] < full * (1 - 0.75 * rate)
-    else:
-        assert saved["forward", 0.5] < 0.9 * full
-        assert saved["forward", 0.8] < 0.5 * full
+    else:  # with one rank the inputs are the layer's own: what is left are a few bytes per pair
+        own, pairs = case.x.nbytes, case.expert.numel()
+        assert own <= saved["forward", 0.8] < saved["forward", 0.5] < full < own + 48 * pairs
 
 
 @pytest.mark.parametrize("draw", ["backward", "forward"])

@@ -22,6 +22,7 @@ from lrmoe.replicas import num_local_replicas
 from lrmoe.report import PairRecord, Span
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerState, pairs_by_rank
+from lrmoe.upload import upload
 
 _PARAMETERS = ("gate_up_e2FD", "down_eDF")
 
@@ -47,7 +48,7 @@ def pair_record(
     instance_N = forward_instances(plan, plan.forward_WV[exchange.rank], p_TK.device)
     if instance_N is None:
         instance_N = pairs.expert_N
-    rank_V = torch.from_numpy(plan.instance_rank_V).to(p_TK.device)
+    rank_V = upload(plan.instance_rank_V, p_TK.device)
     forward_rank_TK = torch.empty_like(instance_N).index_copy_(0, pairs.flat_N, rank_V[instance_N])
     forward_rank_TK = forward_rank_TK.view(p_TK.shape)
     instance_P = selection.instance_P

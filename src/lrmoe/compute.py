@@ -196,17 +196,23 @@ def backward_experts(
 
 
 def compact_saved(
-    x_UD: torch.Tensor, gate_up_R2F: torch.Tensor | None, kept: KeptPairs, num_rows: int
+    x_UD: torch.Tensor, gate_up_R2F: torch.Tensor | None, kept: KeptPairs, num_rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Inputs and gate_up outputs of the kept pairs alone, laid out like the gradient payload.
 
     The payload's rows are the same tokens, so both are found through any pair that they feed.
+
+    Args:
+        num_rows: of the payload; ``None``: the inputs are laid out like it already.
     """
+    kept_gate_up = None if gate_up_R2F is None else gate_up_R2F[kept.gate_up_row_P]
+    if num_rows is None:
+        return x_UD, kept_gate_up
     # Padding rows of a static payload are named by no pair; they repeat row 0.
     x_row_U = kept.x_row_P.new_zeros(num_rows)
     x_row_U[kept.row_P.long()] = kept.x_row_P
     x_kept_UD = x_UD[x_row_U] if num_rows else x_UD[:0]
-    return x_kept_UD, None if gate_up_R2F is None else gate_up_R2F[kept.gate_up_row_P]
+    return x_kept_UD, kept_gate_up
 
 
 def _joins(groups: Groups, experts: Experts) -> bool:

@@ -19,6 +19,7 @@ from lrmoe.pairs import (
     MessageOrder,
     PairTable,
     arrival_order,
+    count,
     count_token_rows,
     forward_instances,
     message_order,
@@ -27,6 +28,7 @@ from lrmoe.pairs import (
 from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import Selection, spread
 from lrmoe.state import pairs_by_rank
+from lrmoe.upload import upload
 
 _SAVED = ("token_U", "pair_M", "row_P", "coef_P", "rows_slack")
 
@@ -65,7 +67,7 @@ class Arrived:
 class Announced:
     """The kept pairs as both ends see them, once the sources have told the experts' ranks."""
 
-    token_U: torch.Tensor  # source: token of each payload row
+    token_U: torch.Tensor | None  # source: token of each payload row; None: every token
     pair_M: torch.Tensor | None  # source: order of sending, places among the kept pairs
     row_P: torch.Tensor  # experts: int32 payload row, instance-major
     forward_P: torch.Tensor  # experts: int32 place among the forward pass's pairs; < 0: moved here
@@ -126,16 +128,16 @@ def send_tokens(
     plan: Plan,
     splits: Splits,
     exchange: Exchange,
-) -> tuple[Arrived, torch.Tensor]:
+) -> tuple[Arrived, torch.Tensor | None]:
     """Dispatch: a token's row once per rank that computes it, a few bytes for each of its pairs.
 
-    Also returns the token of each row this rank sent, for the way back.
+    Also returns the token of each row this rank sent, for the way back; ``None``: every token.
     """
     device = x_TD.device
     token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
     needed_WT, _ = count_token_rows(token_M, sending.rank_M, x_TD.shape[0], exchange.num_ranks)
     rows = token_rows(needed_WT, token_M, sending.rank_M, splits.send_rows_W)
-    x_UD = send_rows(x_TD, rows.token_U, splits, exchange, is_kept=True)
+    x_UD = send_rows(x_TD, rows.token_U, splits, exchange)
     notes = exchange.all_to_all(_pack(rows.row_P, p_M), splits.send_pairs_W, splits.receive_pairs_W)
     here = local_instances(plan, exchange.rank)
     order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
@@ -145,19 +147,13 @@ def send_tokens(
 
 def send_rows(
     rows_TD: torch.Tensor,
-    token_U: torch.Tensor,
+    token_U: torch.Tensor | None,
     splits: Splits,
     exchange: Exchange,
-    *,
-    is_kept: bool,
 ) -> torch.Tensor:
-    """The tokens' rows to the ranks that need them.
-
-    Args:
-        is_kept: the result is saved for the backward pass, so it must not be scratch memory.
-    """
-    if exchange.num_ranks == 1 and is_kept:
-        return rows_TD[token_U]
+    """The tokens' rows to the ranks that need them. With one rank they stay where they are."""
+    if token_U is None:
+        return rows_TD
     return exchange.all_to_all(
         gather_rows(rows_TD, token_U, "payload"),
         as_list(splits.send_rows_W),
@@ -167,12 +163,14 @@ def send_rows(
 
 def collect_rows(
     rows_UD: torch.Tensor,
-    token_U: torch.Tensor,
+    token_U: torch.Tensor | None,
     num_tokens: int,
     splits: Splits,
     exchange: Exchange,
 ) -> torch.Tensor:
     """Send one row per token back to its source and add up those of every rank -> [T, D]."""
+    if token_U is None:
+        return rows_UD
     returned_UD = exchange.all_to_all(
         rows_UD, as_list(splits.receive_rows_W), as_list(splits.send_rows_W)
     )
@@ -219,7 +217,7 @@ def announce_kept(
         instance_P = forward_N[kept_P] if selection.instance_P is None else selection.instance_P
         pair_M = torch.sort(instance_P, stable=True).indices
         kept_M, instance_M = kept_P[pair_M], instance_P[pair_M]
-        rank_M = torch.from_numpy(plan.instance_rank_V).to(device)[instance_M]
+        rank_M = upload(plan.instance_rank_V, device)[instance_M]
         if selection.instance_P is not None:
             is_moved_M = instance_M != forward_N[kept_M]
     token_M = pairs.token_N[kept_M]
@@ -234,7 +232,7 @@ def announce_kept(
     )
     sent = token_rows(needed_WT, token_M, rank_M, splits.send_rows_W)
 
-    message_start_W = torch.from_numpy(np.cumsum([0, *forward_splits.send_pairs_W[:-1]])).to(device)
+    message_start_W = upload(np.cumsum([0, *forward_splits.send_pairs_W[:-1]]), device)
     place_M = _places(sent_first, kept_M) - message_start_W[rank_M]
     moved_x_UD = None
     if moved_splits is not None:  # on every rank, if a pair moves on any
@@ -243,7 +241,7 @@ def announce_kept(
         moved_M = kept_M[:0] if moved_M is None else moved_M
         moved = token_rows(moved_WT, token_M[moved_M], rank_M[moved_M], moved_splits.send_rows_W)
         place_M[moved_M] = -1 - moved.row_P.long()
-        moved_x_UD = send_rows(x_TD, moved.token_U, moved_splits, exchange, is_kept=True)
+        moved_x_UD = send_rows(x_TD, moved.token_U, moved_splits, exchange)
     weight_M = selection.weight_P if pair_M is None else selection.weight_P[pair_M]
     notes = exchange.all_to_all(
         _pack(place_M, sent.row_P, p_N[kept_M] * weight_M),
@@ -306,6 +304,9 @@ def _backward_splits(
     splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
+    if W == 1:
+        kept_WV = plan.quota_E[None] if plan.backward_WV is None else plan.backward_WV
+        return kept_WV, _splits(0, kept_WV.sum(1)[None], *2 * (forward_splits.send_rows_W,)), None
     if rows == "static":
         assert plan.backward_WV is not None
         kept_WV = plan.backward_WV
@@ -317,7 +318,7 @@ def _backward_splits(
     if moved_rows_W is not None:
         counts.append(moved_rows_W)
     if plan.backward_WV is None:
-        counts.append(torch.bincount(instance_M, minlength=V))
+        counts.append(count(instance_M, V))
     gathered = exchange.all_gather_counts(torch.cat(counts))
     kept_WV = gathered[:, -V:] if plan.backward_WV is None else plan.backward_WV
     pairs_WW = pairs_by_rank(plan, kept_WV)

@@ -244,11 +244,14 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
             )
             if not (plan.keeps_all and plan.backward_is_forward):
+                # With one rank the rows are the layer's own input, which costs nothing to keep.
+                num_rows = (
+                    None if exchange.num_ranks == 1 else int(announced.splits.receive_rows_W.sum())
+                )
                 local = with_kept_pairs(local, record, exchange, announced.kept_WV)
                 kept, x_UD, gate_up_R2F = kept_pairs(
                     announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
                 )
-                num_rows = int(announced.splits.receive_rows_W.sum())
                 x_UD, gate_up_R2F = compute.compact_saved(x_UD, gate_up_R2F, kept, num_rows)
             saved |= announced.tensors()
             record.kept_host = (announced.kept_WV, announced.splits, announced.num_moved)
@@ -325,9 +328,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             local,
         )
         grads = compute.backward_experts(
-            dispatch.send_rows(
-                grad_TD, announced.token_U, announced.splits, exchange, is_kept=False
-            ),
+            dispatch.send_rows(grad_TD, announced.token_U, announced.splits, exchange),
             x_UD,
             gate_up_R2F,
             kept,

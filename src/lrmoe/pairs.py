@@ -22,6 +22,7 @@ import torch
 
 from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import blocks, spread
+from lrmoe.upload import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,11 @@ def sort_pairs(top_k_index_TK: torch.Tensor) -> PairTable:
         token_N=sorted_ids.indices // max(top_k_index_TK.shape[1], 1),
         expert_N=sorted_ids.values.long(),
     )
+
+
+def count(ids_N: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """How often each id occurs, int64 [num_ids]; ``bincount`` would sync the device."""
+    return ids_N.new_zeros(num_ids).index_add_(0, ids_N, torch.ones_like(ids_N))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +91,13 @@ def message_order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """The rows a rank sends: every token once per destination that needs it."""
+    """The rows a rank sends: every token once per destination that needs it.
 
-    token_U: torch.Tensor  # int64, destination-major, ascending inside a destination
+    With one rank nothing is sent: the tokens are the rows, as they lie.
+    """
+
+    # int64, destination-major, ascending inside a destination; None: every token, in order
+    token_U: torch.Tensor | None
     row_P: torch.Tensor  # int32, for each pair its row inside the message
 
 
@@ -95,6 +105,9 @@ def count_token_rows(
     token_P: torch.Tensor, rank_P: torch.Tensor, num_tokens: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W]."""
+    if num_ranks == 1:
+        everything_1T = token_P.new_ones(1, num_tokens, dtype=torch.bool)
+        return everything_1T, token_P.new_full((1,), num_tokens)
     needed_WT = torch.zeros(num_ranks, num_tokens, dtype=torch.bool, device=token_P.device)
     needed_WT[rank_P, token_P] = True
     return needed_WT, needed_WT.sum(1)
@@ -109,8 +122,10 @@ def token_rows(
         rows_W: host row counts of the payload. Larger than the number of needed rows where they are
             a bound: the rows beyond are padding that no pair names.
     """
+    if len(needed_WT) == 1:
+        return TokenRows(token_U=None, row_P=token_P.to(torch.int32))
     row_WT = needed_WT.cumsum(1) - 1
-    start_W = torch.from_numpy(rows_W.cumsum() - rows_W).to(token_P.device)
+    start_W = upload(rows_W.cumsum() - rows_W, token_P.device)
     total = int(rows_W.sum())
     # Tokens that are not needed all write to one place past the end.
     place_WT = torch.where(needed_WT, row_WT + start_W[:, None], total)
@@ -141,7 +156,7 @@ class ArrivalOrder:
 
 def arrival_order(pairs_We: Int, rows_W: Int, device: torch.device) -> ArrivalOrder:
     """The order for ``pairs_We[source, instance]`` received pairs and ``rows_W`` received rows."""
-    ends_e = torch.from_numpy(pairs_We.sum(0).cumsum().astype(np.int32)).to(device)
+    ends_e = upload(pairs_We.sum(0).cumsum().astype(np.int32), device)
     if len(pairs_We) == 1:
         return ArrivalOrder(message_R=None, row_shift_R=None, offsets_e=ends_e)
     flat = pairs_We.reshape(-1)

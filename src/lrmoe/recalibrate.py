@@ -27,6 +27,7 @@ from lrmoe.select import (
     spread,
 )
 from lrmoe.state import CallRecord, LayerState, current_token_losses
+from lrmoe.upload import upload
 
 
 def choose_pairs(
@@ -118,6 +119,8 @@ def _choose_at_home(
     # Expert-major order has the lower rank first, then the lower pair: ties fall by global pair id.
     score_R = order.to_expert_major(exchange.all_to_all(score_N, send_W, receive_W))
     chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator)
+    if W == 1:
+        return chosen
     verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)
     verdict_R2[chosen.kept_P, 0] = chosen.weight_P.double()
     if not plan.is_home_only:
@@ -170,8 +173,8 @@ def _rerouted(
     instance_P = reroute(
         forward_N[chosen.kept_P],
         expert_N[chosen.kept_P],
-        torch.from_numpy(np.ascontiguousarray(capacity_V)).to(device),
-        torch.from_numpy(instance_expert_V).to(device),
+        upload(capacity_V, device),
+        upload(instance_expert_V, device),
     )
     return replace(chosen, instance_P=instance_P)
 

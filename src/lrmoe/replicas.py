@@ -18,7 +18,9 @@ import torch
 from lrmoe.compute import Weights
 from lrmoe.dispatch import local_instances
 from lrmoe.exchange import Exchange, Pending, as_list
+from lrmoe.kernels.rows import sum_rows
 from lrmoe.planner.problem import Int, Plan
+from lrmoe.upload import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class Slots:
         if self._holds.get(key) == holds:
             return Arriving(gate_up, down, routes, [])
         self._holds[key] = holds
-        expert_n = torch.from_numpy(routes.send_expert_n).to(down.device)
+        expert_n = upload(routes.send_expert_n, down.device)
         n = len(routes.receive_slot_n)
         in_order = np.array_equal(routes.receive_slot_n, np.arange(n))
         pending = [
@@ -134,7 +136,7 @@ class Arriving:
         in_order: bool = True,
     ) -> None:
         self._weights = Weights(gate_up_e2FD=gate_up, down_eDF=down)
-        self._slot_n = torch.from_numpy(routes.receive_slot_n).to(down.device)
+        self._slot_n = upload(routes.receive_slot_n, down.device)
         self._pending = pending
         self._in_order = in_order
         self.was_sent = bool(pending)
@@ -170,17 +172,17 @@ def add_replica_gradients(
     if replica_grad_sAB is None:
         sent_nAB = grad_eAB[:0]
     else:
-        slot_n = torch.from_numpy(routes.receive_slot_n).to(grad_eAB.device)
+        slot_n = upload(routes.receive_slot_n, grad_eAB.device)
         sent_nAB = replica_grad_sAB.index_select(0, slot_n)
     returned_nAB = exchange.all_to_all(sent_nAB, routes.receive_W, routes.send_W)
     if len(routes.send_expert_n) == 0:
         return grad_eAB
     expert_u, row_n = np.unique(routes.send_expert_n, return_inverse=True)
-    expert_ids = torch.from_numpy(expert_u).to(grad_eAB.device)
-    wide = torch.promote_types(grad_eAB.dtype, torch.float32)
-    total_uAB = grad_eAB.index_select(0, expert_ids).to(wide)
-    total_uAB.index_add_(0, torch.from_numpy(row_n).to(grad_eAB.device), returned_nAB.to(wide))
-    return grad_eAB.index_copy_(0, expert_ids, total_uAB.to(grad_eAB.dtype))
+    expert_ids = upload(expert_u, grad_eAB.device)
+    parts = torch.cat([grad_eAB.index_select(0, expert_ids), returned_nAB])
+    of_part = upload(np.concatenate([np.arange(len(expert_u)), row_n]), grad_eAB.device)
+    total_uAB = sum_rows(parts.flatten(1), of_part, len(expert_u)).view(-1, *grad_eAB.shape[1:])
+    return grad_eAB.index_copy_(0, expert_ids, total_uAB)
 
 
 def replicas_needed(plan: Plan, needed_V: Int) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from lrmoe.pairs import count
+
 
 def reroute(
     instance_P: torch.Tensor,
@@ -30,7 +32,7 @@ def reroute(
         instance_expert_V: the expert of each instance, int64.
     """
     V = capacity_V.shape[0]
-    wanted_V = torch.bincount(instance_P, minlength=V)
+    wanted_V = count(instance_P, V)
     order_P = torch.sort(instance_P, stable=True).indices
     starts_V = wanted_V.cumsum(0) - wanted_V
     place_P = torch.empty_like(instance_P)
@@ -45,13 +47,13 @@ def reroute(
     by_expert_V = torch.sort(instance_expert_V, stable=True).indices
     room_V = (capacity_V - wanted_V).clamp_(min=0)[by_expert_V]
     room_ends_V = room_V.cumsum(0)
-    num_experts = int(instance_expert_V.max()) + 1
+    num_experts = V  # every expert has an instance, so there are no more
     expert_room_E = room_V.new_zeros(num_experts).index_add_(
         0, instance_expert_V[by_expert_V], room_V
     )
     room_start_E = expert_room_E.cumsum(0) - expert_room_E
     moved_expert_M = expert_P[moved_M]
-    moved_E = torch.bincount(moved_expert_M, minlength=num_experts)
+    moved_E = count(moved_expert_M, num_experts)
     # Kept pairs are expert-major, so the moved pairs of an expert are one run.
     nth_M = (
         torch.arange(len(moved_M), device=moved_M.device)

@@ -22,7 +22,7 @@ import torch
 
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
-from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
+from lrmoe.pairs import PairTable, count, count_token_rows, forward_instances, message_order
 from lrmoe.planner import Budgets, Costs, MemoryCosts, Plan, PlanProblem, plan
 from lrmoe.planner.costs import link_costs
 from lrmoe.planner.memory import LayerShape, even_share, memory_costs, saved_costs
@@ -30,6 +30,7 @@ from lrmoe.planner.problem import Int
 from lrmoe.report import LayerReport, PairRecord, Tally
 from lrmoe.select import Selection
 from lrmoe.step_memory import StepMemory
+from lrmoe.upload import upload
 
 _call_ids = itertools.count()
 _HISTORY = 5  # what LAER-MoE sums over, the longest of the policies
@@ -364,7 +365,7 @@ class LayerState:
         bits = {1 << call.number % 62 for call in alike}
         # One small collective and host sync: a mismatch ends every rank and hangs none, and all
         # replay the same call where some rank routed several alike (without tokens, say).
-        outcome = torch.tensor([sum(bits), len(calls)], device=top_k_index_TK.device)
+        outcome = upload(np.array([sum(bits), len(calls)]), top_k_index_TK.device)
         bits_W, calls_W = exchange.all_gather_counts(outcome).T
         common = int(np.bitwise_and.reduce(bits_W))
         if not calls_W.any():
@@ -407,8 +408,8 @@ def _gather_counts(
     home_N = expert_N // (num_experts // W)
     _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
     num_outside = is_outside_N.sum()[None]
-    said = torch.tensor([*held, _node(), needs], device=device)
-    counts_E = torch.bincount(expert_N, minlength=num_experts)
+    said = upload(np.array([*held, _node(), needs], np.int64), device)
+    counts_E = count(expert_N, num_experts)
     gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, num_outside, said]))
     outside_W, needs_W = gathered[:, -6], gathered[:, -1]
     if outside_W.min() < 0:

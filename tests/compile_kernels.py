@@ -1,0 +1,71 @@
+"""Compiles every Triton kernel for sm_90 without a card; ``python tests/compile_kernels.py``.
+
+The interpreter takes much that the compiler refuses: types that change in a loop, say.
+"""
+
+import inspect
+import sys
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lrmoe.kernels import gated_triton, rows_triton, select_triton
+
+TARGET = GPUTarget("cuda", 90, 32)
+# Types of arguments by name; {x} is the dtype of rows, {i} that of row ids.
+TYPES = {
+    rows_triton._gather: "rows=*{x} ids=*{i} out=*{x} num_rows=i32 width=i32 ROWS=4 BLOCK=2048",
+    rows_triton._count: "ids=*{i} count=*i64 num_ids=i32 BLOCK=1024",
+    rows_triton._fill: "ids=*{i} following=*i64 entries=*i64 num_ids=i32 BLOCK=1024",
+    rows_triton._sum: (
+        "rows=*{x} entries=*i64 ends=*i64 out=*{x} width=i32 BLOCK=2048 ENTRIES=16 WIDE=wide"
+    ),
+    rows_triton._norm: "rows=*{x} norm_sq=*fp32 is_bad=*u8 width=i32 BLOCK=2048 WIDE=wide",
+    gated_triton._forward: (
+        "gate_up=*{x} scale=*fp32 scaled=*{x} norm_sq=*fp32 width=i32 BLOCK=1024"
+    ),
+    gated_triton._backward: (
+        "gate_up=*{x} row_ids=*{i} grad_h=*{x} coef=*fp32 grad_gate_up=*{x} scaled=*{x} "
+        "inner=*fp32 width=i32 BLOCK=1024"
+    ),
+    select_triton._sizes: "scores=*fp32 firsts=*i64 counts=*i64 sizes=*fp32 rho=fp32 BLOCK=2048",
+    select_triton._sample: (
+        "sizes=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 orders=*i64 starts=*i64 "
+        "drawn=*i64 kept=*i64 probabilities=*i64 BLOCK=2048"
+    ),
+    select_triton._top: (
+        "scores=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 kept=*i64 BLOCK=2048"
+    ),
+}
+HELPERS = {"_root", "_units", "_is_capped", "_ends", "_keys"}
+
+
+def main() -> None:
+    """Compiles all, says so, and fails on the first that does not."""
+    kernels = {
+        value
+        for module in (rows_triton, gated_triton, select_triton)
+        for name, value in inspect.getmembers(module)
+        if isinstance(value, triton.JITFunction) and name not in HELPERS
+    }
+    assert kernels == set(TYPES), "a kernel is missing here"
+    for x, i in (("bf16", "i32"), ("fp32", "i64")):
+        for kernel, types in TYPES.items():
+            text = types.format(x=x, i=i)
+            signature, constants = {}, {}
+            for item in text.split():
+                name, value = item.split("=")
+                if value == "wide" or value.isdigit():
+                    constants[name] = tl.float32 if value == "wide" else int(value)
+                    signature[name] = "constexpr"
+                else:
+                    signature[name] = value
+            source = ASTSource(kernel, signature, constexprs=constants)
+            triton.compile(source, target=TARGET)
+            sys.stdout.write(f"compiled {kernel.fn.__name__} {text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The Triton kernels against the plain PyTorch operators: on CUDA if there is a card, else in
+Triton's interpreter, in poisoned memory and odd sizes; and whether they compile for a card.
+
+Shape letters: P = gathered rows, U = unique rows, D = row width, R = forward rows, F = expert
+width, N = pairs in expert-major order, e = experts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+pytest.importorskip("triton")
+
+from lrmoe import select  # noqa: E402
+from lrmoe.kernels import gated, gated_triton, rows, rows_triton, select_triton  # noqa: E402
+from tests.models import relative_error  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TOLERANCE = {
+    torch.float64: 1e-14,
+    torch.float32: 1e-6,
+    torch.bfloat16: 4e-3 if HAS_CUDA else 8e-3,  # the interpreter cuts off, a card rounds
+    torch.float16: 5e-4,
+}
+INF, NAN = float("inf"), float("nan")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.fixture(params=[None, 16], ids=["one block", "blocks of 16"])
+def _blocks(request, monkeypatch):
+    """Small blocks, so that every loop over a row or a run has several rounds."""
+    if request.param is not None:
+        for module in (rows_triton, gated_triton, select_triton):
+            monkeypatch.setattr(module, "_LARGEST_BLOCK", request.param)
+
+
+def _tensor(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def _ids(values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+ROW_IDS = {
+    "some twice, some never": ([3, 0, 3, 3, 1, 0, 6, 3], 7),
+    "all the same": ([2] * 40, 5),
+    "permutation": ([2, 0, 1], 3),
+    "none": ([], 4),
+    "no rows at all": ([], 0),
+}
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ids", ROW_IDS.values(), ids=ROW_IDS)
+@pytest.mark.parametrize("width", [1, 37])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_rows_are_copied_and_summed(dtype, ids, width, id_dtype):
+    values, num_rows = ids
+    row_ids = _ids(values, id_dtype)
+    source = _tensor(width, num_rows, dtype=dtype).t()  # not contiguous
+    out = torch.full((len(values), width), NAN, dtype=dtype, device=DEVICE)
+    rows_triton.copy_rows(source, row_ids, out)
+    assert torch.equal(out, source[row_ids.long()])
+    parts = _tensor(len(values), width, dtype=dtype)
+    got = rows_triton.sum_rows(parts, row_ids, num_rows)
+    want = torch.zeros(num_rows, width, dtype=torch.float64, device=DEVICE)
+    want.index_add_(0, row_ids.long(), parts.double())
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+def test_sums_are_taken_in_ascending_order_and_rounded_once():
+    # 1 + 2^-8 four times is lost if bfloat16 is rounded in between; the order decides with 1e8
+    parts = torch.tensor([[1.0], [2**-9], [2**-9], [2**-9], [2**-9]]).to(DEVICE, torch.bfloat16)
+    got = rows_triton.sum_rows(parts, _ids([0] * 5), 1)
+    assert got.item() == 1 + 2**-7
+    ordered = torch.tensor([[1e8], [-1e8], [1.0]], device=DEVICE)
+    assert rows_triton.sum_rows(ordered, _ids([0, 0, 0]), 1).item() == 1
+    ordered = torch.tensor([[1.0], [1e8], [-1e8]], device=DEVICE)
+    assert rows_triton.sum_rows(ordered, _ids([0, 0, 0]), 1).item() == 0
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 37), (1, 1), (3, 0), (0, 4)])
+def test_row_norms_equal_the_operator(dtype, shape):
+    x = _tensor(*shape, dtype=dtype)
+    if x.numel() > 9:
+        x[1, 3], x[2, 36], x[4, 0] = NAN, -INF, torch.finfo(dtype).max  # whose square overflows
+    got, want = rows_triton.row_norm_sq(x), rows.row_norm_sq(x)
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    assert torch.equal(got[1], want[1])
+
+
+# ---- the gated activation ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("shape", [(5, 21), (1, 1), (3, 40), (0, 8)])
+def test_swiglu_equals_the_reference(dtype, shape):
+    R, F = shape
+    gate_up, scale = _tensor(R, 2 * F, dtype=dtype) * 4, torch.rand(R, device=DEVICE)
+    if R > 1:
+        gate_up[0, 0] = -100  # the exponential overflows
+    scaled = torch.full((R, F), NAN, dtype=dtype, device=DEVICE)
+    norm_sq = torch.full((R,), NAN, device=DEVICE)
+    gated_triton.swiglu_forward(gate_up, scale, scaled, norm_sq)
+    want = gated.gated_forward_reference(gate_up.double(), scale.double(), None)
+    assert relative_error(scaled, want[0]) <= TOLERANCE[dtype]
+    assert relative_error(norm_sq, want[1]) <= 1e-6
+
+    row_ids = torch.randint(0, R, (2 * R,), device=DEVICE) if R else _ids([])
+    P = len(row_ids)
+    grad_h, coef = _tensor(P, F, dtype=dtype), torch.rand(P, device=DEVICE)
+    out = [torch.full((P, n), NAN, dtype=dtype, device=DEVICE) for n in (2 * F, F)]
+    inner = torch.full((P,), NAN, device=DEVICE)
+    gated_triton.swiglu_backward(gate_up, row_ids, grad_h, coef, *out, inner)
+    want = gated.gated_backward_reference(
+        gate_up.double(), row_ids, grad_h.double(), coef.double(), None
+    )
+    assert relative_error(out[0], want[0]) <= TOLERANCE[dtype]
+    assert relative_error(out[1], want[1]) <= TOLERANCE[dtype]
+    assert relative_error(inner, want[2]) <= 1e-5
+
+
+def test_swiglu_hides_no_non_finite_value():
+    gate_up = torch.tensor([[NAN, 1.0, 1.0, 1.0], [1.0, 1.0, INF, 1.0]], device=DEVICE)
+    scaled, norm_sq = torch.empty(2, 2, device=DEVICE), torch.empty(2, device=DEVICE)
+    gated_triton.swiglu_forward(gate_up, torch.ones(2, device=DEVICE), scaled, norm_sq)
+    assert scaled.isfinite().tolist() == [[False, True], [False, True]]
+    assert not norm_sq.isfinite().any()
+
+
+# ---- selection ---------------------------------------------------------------------------------
+
+
+def _runs(kind, seed):
+    """Scores, counts and quotas of a few experts."""
+    rng = np.random.default_rng(seed)
+    counts = np.array([0, 7, 1, 33, 90, 0])
+    quotas = np.array([rng.integers(0, n + 1) for n in counts])
+    N = counts.sum()
+    scores = {
+        "random": rng.random(N) ** 4,
+        "equal": np.ones(N),
+        "zero": np.zeros(N),
+        "huge": np.exp(rng.normal(0, 12, N)),
+        "few values": rng.choice([0.0, 1.0, 4.0, 1e30], N),
+        "not finite": rng.choice([0.0, 1.0, NAN, INF, 2.0], N),
+        "one outweighs all": np.where(np.arange(N) % 11 == 0, 1e35, 1e-30),
+    }[kind]
+    return torch.tensor(scores, dtype=torch.float32, device=DEVICE), counts, quotas
+
+
+KINDS = ("random", "equal", "zero", "huge", "few values", "not finite", "one outweighs all")
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rho", [0.0, 0.1, 1.0])
+def test_a_sample_equals_the_reference(kind, seed, rho):
+    score_N, counts, quotas = _runs(kind, seed)
+    segments = select.Segments(counts, DEVICE)
+    size_N = select_triton.relative_sizes(score_N, segments.device_count_e, rho)
+    want_N = select.relative_sizes(score_N.cpu(), torch.from_numpy(counts), rho)
+    torch.testing.assert_close(size_N.cpu(), want_N, rtol=1e-6, atol=0)
+
+    size_N = want_N.to(DEVICE)
+    order_N = segments.sort(torch.randint(0, 1 << 48, (len(score_N),), device=DEVICE))
+    start_e = torch.randint(0, select.ONE, (len(counts),), device=DEVICE)
+    quota_e = torch.from_numpy(quotas).to(DEVICE)
+    kept_P, probability_P = select_triton.sample_pairs(
+        size_N, segments.device_count_e, quota_e, order_N, start_e, int(quotas.sum())
+    )
+    on_host = select.Segments(counts, torch.device("cpu"))
+    pi_N = select.inclusion_probabilities(size_N.cpu(), on_host, quotas)
+    kept_N = select.systematic_sample(pi_N, order_N.cpu(), start_e.cpu(), on_host)
+    assert torch.equal(kept_P.cpu(), kept_N.nonzero().squeeze(1))
+    # The running sum is rounded in another order, and in float64 over up to 90 whole pairs.
+    assert ((probability_P.cpu() - pi_N[kept_P.cpu()]).abs() <= 2).all()
+    assert ((probability_P == select.ONE) == (pi_N[kept_P.cpu()].to(DEVICE) == select.ONE)).all()
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("kind", [*KINDS, "negative"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_highest_scores_equal_the_reference(kind, seed):
+    if kind == "negative":
+        score_N, counts, quotas = _runs("random", seed)
+        score_N -= 0.3
+    else:
+        score_N, counts, quotas = _runs(kind, seed)
+    count_e, quota_e = torch.from_numpy(counts), torch.from_numpy(quotas)
+    num_kept = int(quotas.sum())
+    got_P = select_triton.top_pairs(score_N, count_e.to(DEVICE), quota_e.to(DEVICE), num_kept)
+    want_P = select.top_pairs(score_N.cpu(), count_e, quota_e, num_kept)
+    assert torch.equal(got_P.cpu(), want_P)
+
+
+# ---- the operators -----------------------------------------------------------------------------
+
+
+def test_operators_pass_opcheck():
+    counts, quotas = np.array([3, 0, 5]), np.array([2, 0, 3])
+    count_e, quota_e = (torch.from_numpy(a).to(DEVICE) for a in (counts, quotas))
+    order_N = select.Segments(counts, DEVICE).sort(torch.randint(0, 99, (8,), device=DEVICE))
+    start_e = torch.randint(0, select.ONE, (3,), device=DEVICE)
+    scores, gate_up, one = _tensor(8).abs(), _tensor(4, 16), torch.ones(4, device=DEVICE)
+    ids = _ids([0, 3, 3, 1])
+    calls = [
+        (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
+        (rows.sum_rows, (_tensor(4, 8), ids, 5)),
+        (rows.row_norm_sq, (_tensor(5, 8),)),
+        (gated.swiglu_forward, (gate_up, one, _tensor(4, 8), _tensor(4))),
+        (
+            gated.swiglu_backward,
+            (gate_up, ids, _tensor(4, 8), one, _tensor(4, 16), _tensor(4, 8), _tensor(4)),
+        ),
+        (select.relative_sizes, (scores, count_e, 0.1)),
+        (select.sample_pairs, (scores, count_e, quota_e, order_N, start_e, 5)),
+        (select.top_pairs, (scores, count_e, quota_e, 5)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments)
+
+
+def test_every_kernel_compiles_for_a_card():
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("compiled") >= 20
