@@ -42,8 +42,8 @@ def measure(part: Part, size: LayerSize) -> None:
     times = time_in_turn(part.device, {name: one.run for name, one in work.items()}, part.rounds)
     for name, one in work.items():
         fwd_ms, bwd_ms = np.median(times[name], axis=0)
-        for phase, ms, pairs, groups in zip(
-            ("fwd", "bwd"), (fwd_ms, bwd_ms), one.pairs_2, one.groups_2, strict=True
+        for phase, ms, pairs, groups, rows in zip(
+            ("fwd", "bwd"), (fwd_ms, bwd_ms), one.pairs_2, one.groups_2, one.rows_2, strict=True
         ):
             part.write(
                 "expert_work",
@@ -55,6 +55,7 @@ def measure(part: Part, size: LayerSize) -> None:
                 phase=phase,
                 pairs=pairs,
                 groups=groups,
+                rows=rows,
                 ms=float(ms),
             )
 

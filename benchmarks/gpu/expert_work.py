@@ -132,6 +132,11 @@ class RankWork:
         """Pairs computed in both passes."""
         return len(self.row_R), len(self.kept.row_P)
 
+    @property
+    def rows_2(self) -> tuple[int, int]:
+        """Token rows that arrived in both passes."""
+        return len(self.x_UD), len(self.grad_UD)
+
     def run(self, mark: Mark) -> None:
         """The experts' forward and backward work."""
         work = compute.forward_experts(

@@ -1,8 +1,8 @@
 """The device's numbers against references: float32 against float64, bf16 against float32.
 
 In float32 the layer's output and every gradient are compared with the loop in float64 on the CPU,
-at C0 and with pairs dropped: the loop then weights each pair's gradient as the layer says it did. In bf16, at
-a model's shapes, the layer's error stands beside that of transformers' own experts.
+at C0 and with pairs dropped: the loop then weights each pair's gradient as the layer says it did.
+In bf16, at a model's shapes, the layer's error stands beside that of transformers' own experts.
 """
 
 from __future__ import annotations
