@@ -16,33 +16,9 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
 python=${PYTHON:-python3}
 
 # Seconds of each part; 350 in all.
-declare -A limit=([tests]=80 [parity]=25 [syncs]=15 [kernels]=45 [layer]=60 [memory]=20
-                  [ep8]=60 [calibration]=20 [training]=25)
+declare -A limit=([tests]=75 [parity]=35 [syncs]=20 [kernels]=40 [layer]=60 [memory]=20
+                  [ep8]=55 [calibration]=20 [training]=25)
 order=(tests parity syncs kernels layer memory ep8 calibration training)
-
-options=() parts=() device=cuda
-while (($#)); do
-    case $1 in
-        --device) device=$2; options+=(--device "$2"); shift ;;
-        --small) options+=(--small) ;;
-        *) [[ -v limit[$1] ]] || { echo "check.sh: no part $1; parts: ${order[*]}" >&2; exit 2; }
-           parts+=("$1") ;;
-    esac
-    shift
-done
-if [[ -n ${OUT:-} ]]; then
-    mkdir -p "$OUT"
-    rows=$OUT/gpu.jsonl
-    exec > >(tee "$OUT/check.log") 2>&1
-elif [[ $device == cpu ]]; then
-    rows=$(mktemp -t gpu-XXXXXX.jsonl)
-else
-    rows=benchmarks/results/gpu.jsonl
-fi
-if ((${#parts[@]} == 0)); then
-    parts=("${order[@]}")
-    : >"$rows"
-fi
 
 run_tests() {
     # Only the files that have such tests: others import what need not be here.
@@ -57,28 +33,58 @@ run_tests() {
         echo "tests: not run, pytest is not installed"
         return 0
     fi
-    timeout -k 1 "$1" "$python" -m pytest -c benchmarks/gpu/pytest.ini --rootdir . -m gpu "${files[@]}"
+    timeout -k 1 "$1" "$python" -m pytest -c benchmarks/gpu/pytest.ini --rootdir . \
+        -m gpu "${files[@]}"
 }
 
-failed=()
-for part in "${parts[@]}"; do
-    started=$SECONDS
-    if [[ $part == tests ]]; then
-        run_tests "${limit[tests]}"
-    else
-        timeout -k 1 "${limit[$part]}" \
-            "$python" -m "benchmarks.gpu.$part" "${options[@]}" --out "$rows"
+main() {
+    local part started status failed=()
+    for part in "${parts[@]}"; do
+        started=$SECONDS
+        if [[ $part == tests ]]; then
+            run_tests "${limit[tests]}"
+        else
+            timeout -k 1 "${limit[$part]}" \
+                "$python" -m "benchmarks.gpu.$part" "${options[@]}" --out "$rows"
+        fi
+        status=$?
+        echo "$part: $((SECONDS - started)) s, exit status $status"
+        ((status == 0)) || failed+=("$part")
+    done
+    echo
+    "$python" -m benchmarks.gpu.table "$rows" || failed+=(table)
+    echo
+    echo "rows: $rows"
+    if ((${#failed[@]})); then
+        echo "FAILED: ${failed[*]}"
+        return 1
     fi
-    status=$?
-    echo "$part: $((SECONDS - started)) s, exit status $status"
-    ((status == 0)) || failed+=("$part")
-done
+}
 
-echo
-"$python" -m benchmarks.gpu.table "$rows" || failed+=(table)
-echo
-echo "rows: $rows"
-if ((${#failed[@]})); then
-    echo "FAILED: ${failed[*]}"
-    exit 1
+options=() parts=() device=cuda
+while (($#)); do
+    case $1 in
+        --device) device=$2; options+=(--device "$2"); shift ;;
+        --small) options+=(--small) ;;
+        *) [[ -v limit[$1] ]] || { echo "check.sh: no part $1; parts: ${order[*]}" >&2; exit 2; }
+           parts+=("$1") ;;
+    esac
+    shift
+done
+if [[ -n ${OUT:-} ]]; then
+    mkdir -p "$OUT"
+    rows=$OUT/gpu.jsonl
+elif [[ $device == cpu ]]; then
+    rows=$(mktemp -t gpu-XXXXXX.jsonl)
+else
+    rows=benchmarks/results/gpu.jsonl
 fi
+if ((${#parts[@]} == 0)); then
+    parts=("${order[@]}")
+    : >"$rows"
+fi
+if [[ -n ${OUT:-} ]]; then
+    main 2>&1 | tee "$OUT/check.log"
+    exit "${PIPESTATUS[0]}"
+fi
+main

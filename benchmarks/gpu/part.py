@@ -58,9 +58,7 @@ def start(description: str, arguments: Sequence[str] | None = None) -> Part:
     options = parser.parse_args(arguments)
     if options.out is not None and options.device == "cpu" and _is_committed(options.out):
         raise ValueError(f"out={str(options.out)!r}: rows of a CPU do not belong in {_RESULTS}")
-    # The yardstick of float32 results is float32.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")  # float32 is the yardstick, so no TF32
     return Part(
         device=torch.device(options.device),
         is_small=options.small,

@@ -80,8 +80,9 @@ def layers(rows: Sequence[Row]) -> list[str]:
         lines.append(line)
         if row["score_select_pack_ms"] is not None:
             share = row["share_of_c0_bwd"]
+            parts = ", ".join(f"{n} {1e3 * ms:.0f}" for n, ms in row["stages_ms"].items())
             lines.append(
-                f"{head}  score, select, pack {1e3 * row['score_select_pack_ms']:.0f} us: "
+                f"  score, select, pack {1e3 * row['score_select_pack_ms']:.0f} us ({parts}): "
                 f"{share:.1%} of C0's backward {verdict(share, _SELECTION)}"
             )
     return lines
