@@ -36,6 +36,9 @@ class Case(NamedTuple):
     def to(self, dtype: torch.dtype) -> "Case":
         return Case(*(a.to(dtype) if a.is_floating_point() else a for a in self))
 
+    def on(self, device: torch.device) -> "Case":
+        return Case(*(a.to(device) for a in self))
+
 
 def make_case(
     num_tokens: int = 16,

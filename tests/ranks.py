@@ -1,4 +1,6 @@
-"""Run one function on several gloo ranks, each a fresh process, and bring back what they return.
+"""Run one function on several ranks, each a fresh process, and bring back what they return.
+
+Ranks talk through gloo and compute on the CPU; with ``backend = "nccl"`` each has a GPU.
 
 Rendezvous, arguments, results and tracebacks are files in a temporary directory: no ports, no
 shared memory. The children use one thread and poisoned memory, like the parent's tests.
@@ -15,9 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+backend = "gloo"
 START_S = 120  # to import torch and meet, on a machine that does other things too
 
 
@@ -29,7 +33,7 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 60) ->
     """Return ``[fn(rank, world_size, *args) for every rank]``, each computed in its own process.
 
     Args:
-        fn: a module-level function; a default process group (gloo, CPU) exists when it is called.
+        fn: a module-level function; a default process group exists when it is called.
         timeout: seconds from the moment all ranks have met; starting them does not count.
 
     Raises:
@@ -37,12 +41,16 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 60) ->
             would wait for it in a collective.
         TimeoutError: names the ranks that still ran, and shows where each of them waited.
     """
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, here are {torch.cuda.device_count()}")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
         torch.save((fn, args), directory / "call.pt")
         processes = [
-            context.Process(target=_run_rank, args=(name, rank, world_size, timeout), daemon=True)
+            context.Process(
+                target=_run_rank, args=(name, rank, world_size, timeout, backend), daemon=True
+            )
             for rank in range(world_size)
         ]
         try:
@@ -55,9 +63,16 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 60) ->
                     process.kill()
                     process.join()
         return [
-            torch.load(directory / f"result{rank}.pt", weights_only=False)
+            torch.load(directory / f"result{rank}.pt", weights_only=False, map_location="cpu")
             for rank in range(world_size)
         ]
+
+
+def rank_device() -> torch.device:
+    """Where this rank's tensors belong."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _wait(processes: list, directory: Path, timeout: float) -> None:
@@ -96,17 +111,20 @@ def _first_failure(codes: list[int | None], directory: Path) -> str:
     return "\n".join(text for _, text in sorted(failures))
 
 
-def _run_rank(name: str, rank: int, world_size: int, timeout: float) -> None:
+def _run_rank(name: str, rank: int, world_size: int, timeout: float, backend: str) -> None:
     """Run the function as one rank; leave its result or its traceback in the directory."""
     directory = Path(name)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
+        # On a GPU not every operation has a deterministic kernel; memory is poisoned all the same.
+        torch.use_deterministic_algorithms(True, warn_only=backend == "nccl")
         torch.manual_seed(0)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         fn, args = torch.load(directory / "call.pt", weights_only=False)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{directory / 'rendezvous'}",
             rank=rank,
             world_size=world_size,

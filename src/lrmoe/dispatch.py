@@ -304,9 +304,10 @@ def _backward_splits(
     splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
-    if W == 1:
-        kept_WV = plan.quota_E[None] if plan.backward_WV is None else plan.backward_WV
-        return kept_WV, _splits(0, kept_WV.sum(1)[None], *2 * (forward_splits.send_rows_W,)), None
+    if W == 1 and plan.backward_WV is not None:  # the rows are all tokens: nothing to ask
+        pairs_WW = pairs_by_rank(plan, plan.backward_WV)
+        all_rows = forward_splits.send_rows_W
+        return plan.backward_WV, _splits(0, pairs_WW, all_rows, all_rows), None
     if rows == "static":
         assert plan.backward_WV is not None
         kept_WV = plan.backward_WV

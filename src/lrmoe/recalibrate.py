@@ -120,7 +120,7 @@ def _choose_at_home(
     score_R = order.to_expert_major(exchange.all_to_all(score_N, send_W, receive_W))
     chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator)
     if W == 1:
-        return chosen
+        return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))
     verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)
     verdict_R2[chosen.kept_P, 0] = chosen.weight_P.double()
     if not plan.is_home_only:

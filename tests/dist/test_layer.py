@@ -37,7 +37,7 @@ from tests.layers import (
     worst,
 )
 from tests.models import relative_error
-from tests.ranks import run_ranks
+from tests.ranks import rank_device, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -91,9 +91,9 @@ def make_job(
 
 
 def local(case: Case, rank: int, world_size: int) -> Case:
-    """Return the case with this rank's experts only."""
+    """Return the case with this rank's experts only, where the rank computes."""
     gate_up, down = (t.chunk(world_size)[rank] for t in (case.gate_up, case.down))
-    return case._replace(gate_up=gate_up, down=down)
+    return case._replace(gate_up=gate_up, down=down).on(rank_device())
 
 
 def union(cases: Sequence[Case]) -> Case:
@@ -557,6 +557,7 @@ def two_forwards(rank: int, case: Case) -> Any:
         state = LayerState(Recalibration(rate=0.5, draw=draw))
         state.captured = []
         other = make_case(len(case.x), num_experts=6, seed=50 + rank, dtype=case.x.dtype)
+        other = other.on(rank_device())
         same = rank == 0 or same_everywhere
         cases = [case, case._replace(x=other.x, expert=case.expert if same else other.expert)]
         weights = [case.gate_up.clone().requires_grad_(), case.down.clone().requires_grad_()]
@@ -617,7 +618,7 @@ def repeated(rank: int, case: Case) -> Any:
 
     Both ranks have the same tokens, so that only their streams differ.
     """
-    same_tokens = make_case(40, num_experts=6)
+    same_tokens = make_case(40, num_experts=6).on(rank_device())
     case = same_tokens._replace(gate_up=case.gate_up, down=case.down)
     configs = [
         Recalibration(rate=0.5, selection=rule, seed=seed)

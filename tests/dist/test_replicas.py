@@ -22,7 +22,7 @@ from lrmoe.replicas import Slots
 from tests.dist.test_layer import Job, local, make_job, union
 from tests.layers import TENSORS, TOLERANCE, oracle_gradients, run_layer
 from tests.models import relative_error
-from tests.ranks import run_ranks
+from tests.ranks import rank_device, run_ranks
 
 pytestmark = pytest.mark.dist
 _real_plan = planners.plan
@@ -266,7 +266,8 @@ def _compared_slots(rank, world_size, job):
     """How often a replica's weights were used, and how often they were not bit-equal to home's."""
     lrmoe.state.plan = partial(random_plan, seed=1, moves=True)
     case = local(job.cases[rank], rank, world_size)
-    whole = [job.cases[0].gate_up, 1.5 * job.cases[0].gate_up]  # of all experts, by layer
+    all_experts = job.cases[0].gate_up.to(rank_device())
+    whole = [all_experts, 1.5 * all_experts]  # by layer
     found = Counter()
     real_send = Slots.send
 
@@ -340,7 +341,7 @@ def _other_group_in_between(rank, world_size, job):
     )  # fmt: skip
     lrmoe.state.plan = _real_plan
     if rank == 0:
-        alone = job.cases[0]
+        alone = job.cases[0].on(rank_device())
         with torch.no_grad():
             limited = Recalibration(budget=Budget(memory=1 << 40))
             experts(*alone[:5], state=LayerState(limited))

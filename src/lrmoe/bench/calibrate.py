@@ -3,6 +3,7 @@
 Fitted are layer calls on two gloo ranks with home placement, at several numbers of tokens, experts
 and pairs; the model then predicts other calls, with every workload and policy, on two and four
 ranks. Both sides are a rank's own CPU time. The coefficients hold for the width that was measured.
+With ``gpu_rows`` nothing is measured here: :mod:`lrmoe.bench.calibrate_gpu`.
 
 Shape letters: W = ranks, T = tokens of a rank, D = model dim, F = expert width, E = experts, K =
 top-k, N = measurements, Q = coefficients, R = rounds.
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import lrmoe
+from lrmoe.bench.calibrate_gpu import fit_gpu, read_rows
 from lrmoe.bench.workloads import Shape, least_experts, route
 from lrmoe.cluster.cost import PassTimes, Rows, layer_times
 from lrmoe.cluster.hardware import Hardware
@@ -71,6 +73,10 @@ class Calibration:
     name: str = "this-machine"
     out: str | None = None
     """File for the coefficients, as ``lrmoe replay --hardware`` reads it."""
+    gpu_rows: str | None = None
+    """Rows of ``benchmarks/gpu/check.sh``: that GPU's coefficients, and nothing is measured."""
+    links: str = "h200"
+    """With ``gpu_rows``: the published GPU whose links are taken over, since one card has none."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -443,9 +449,16 @@ def main(arguments: Sequence[str]) -> int:
     if parsed is None:
         return 0
     settings, json_file = parsed
-    hardware, rows = run(settings)
-    lines = [f"{name:20} {getattr(hardware, name):.3g}" for name in (*_RATES, *_SECONDS)]
+    rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
+    if settings.gpu_rows is not None:
+        fitted = fit_gpu(read_rows(settings.gpu_rows), settings.name, settings.links)
+        hardware, file = fitted.hardware, fitted.to_file()
+        summary = {"median_fit_error": float(np.median(fitted.errors))}
+    else:
+        hardware, rows = run(settings)
+        file = to_file(hardware, settings)
+    lines = [f"{name:20} {getattr(hardware, name):.3g}" for name in (*_RATES, *_SECONDS)]
     if rows:
         error_N = np.abs([row["error"] for row in rows])
         summary = {
@@ -461,7 +474,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     sys.stdout.write("\n".join(lines) + "\n")
     if settings.out is not None:
-        Path(settings.out).write_text(to_file(hardware, settings))
+        Path(settings.out).write_text(file)
     if json_file is not None:
         coefficients = {"coefficients": asdict(hardware), "summary": summary}
         write_json(json_file, "bench calibrate", asdict(settings) | coefficients, rows)

@@ -1,0 +1,84 @@
+"""How often a layer call makes the host wait for the device, counted on the CPU.
+
+Operators whose result has a size or a value that the host must read are counted as they are
+dispatched, and gathered counts where they are read; ``benchmarks/gpu/syncs.py`` counts on a card.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lrmoe import LayerState, Recalibration, experts
+from lrmoe.exchange import Exchange
+from tests.layers import make_case
+
+# What waits on CUDA.
+SYNCING = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::bincount",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::equal",
+    "aten::histc",
+)
+
+
+class Syncs(TorchDispatchMode):
+    """Names of the operators inside that wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.name().split(".")[0]
+        keywords = keywords or {}
+        is_repeat = name == "aten::repeat_interleave"
+        if is_repeat and keywords.get("output_size") is None:
+            self.found.append(name)
+        if name in SYNCING:
+            self.found.append(name)
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            indices = arguments[1]
+            if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+                self.found.append(f"{name} with a mask")
+        return function(*arguments, **keywords)
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Calls that bring counts to the host."""
+    real, calls = Exchange.all_gather_counts, []
+    monkeypatch.setattr(Exchange, "all_gather_counts", lambda *args: calls.append(1) or real(*args))
+    return calls
+
+
+@pytest.mark.parametrize("draw", ["backward", "forward"])
+@pytest.mark.parametrize("rows", ["exact", "static"])
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+@pytest.mark.parametrize("router_grad", ["kept", "completed", "exact"])
+def test_one_rank_waits_for_the_counts_alone(draw, rows, rate, save, router_grad, gathered):
+    case = make_case(9, hidden=16, width=16, dtype=torch.float32)
+    config = Recalibration(rate=rate, draw=draw, rows=rows, save=save, router_grad=router_grad)
+    leaves = [t.requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
+    state = LayerState(config)
+    with Syncs() as forward:
+        output = experts(leaves[0], case.expert, *leaves[1:], state=state)
+    assert forward.found == []
+    assert len(gathered) == 1
+    with Syncs() as backward:
+        output.backward(case.grad)
+    # "call_id" is on the host: reading it waits for nothing.
+    assert backward.found == ["aten::_local_scalar_dense"]
+    assert len(gathered) == 1
+
+
+def test_what_waits_is_seen():
+    x = torch.tensor([1.0, 0.0])
+    with Syncs() as seen:
+        _ = x[x > 0], x.nonzero(), x.sum().item(), x.long().bincount()
+    assert len(seen.found) == 4
