@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,28 @@ _ACTIVATIONS: dict[str, Activation | None] = {
     "gelu": torch.nn.functional.gelu,
     "relu": torch.nn.functional.relu,
 }
+_P = ParamSpec("_P")
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def _eager(function: Callable[_P, torch.Tensor]) -> Callable[_P, torch.Tensor]:
+    """Leave a function to Python where the model around it is compiled: one graph break per call.
+
+    Collectives, plans and sizes that depend on the routing have no place in a graph. As
+    ``torch.compiler.disable``, whose import of the compiler takes a second, on the first call.
+    """
+    disabled: list[Callable[_P, torch.Tensor]] = []
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return run
+
+
+@_eager
 def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
