@@ -20,7 +20,7 @@ if not HAS_CUDA:
 pytest.importorskip("triton")
 
 from lrmoe import select  # noqa: E402
-from lrmoe.kernels import gated, gated_triton, rows, rows_triton, select_triton  # noqa: E402
+from lrmoe.kernels import gated, gated_triton, grouped_gemm, rows, rows_triton, select_triton  # noqa: E402
 from tests.models import relative_error  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
@@ -108,6 +108,20 @@ def test_row_norms_equal_the_operator(dtype, shape):
     got, want = rows_triton.row_norm_sq(x), rows.row_norm_sq(x.cpu())
     torch.testing.assert_close(got[0].cpu(), want[0], equal_nan=True)
     assert torch.equal(got[1].cpu(), want[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 40, 300), (1, 1, 1), (0, 2, 2)])
+def test_products_of_no_rows_are_cleared_and_others_are_not(dtype, shape):
+    ends = _ids([0, 3, 3, 7][: shape[0]], torch.int32)
+    products = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+    rows_triton.clear_empty(products, ends)
+    on_host = torch.full(shape, NAN, dtype=dtype)
+    grouped_gemm.clear_empty(on_host, ends.cpu())
+    torch.testing.assert_close(products.cpu(), on_host, rtol=0, atol=0, equal_nan=True)
+    empty = [True, False, True, False][: shape[0]]
+    assert [bool((p == 0).all()) for p in on_host] == empty
+    assert [bool(p.isnan().all()) for p in on_host] == [not e for e in empty]
 
 
 # ---- the gated activation ----------------------------------------------------------------------
@@ -234,6 +248,7 @@ def test_operators_pass_opcheck():
         (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
         (rows.sum_rows, (_tensor(4, 8), ids, 5)),
         (rows.row_norm_sq, (_tensor(5, 8),)),
+        (grouped_gemm.clear_empty, (_tensor(2, 4, 4), _ids([0, 3], torch.int32))),
         (gated.swiglu_forward, (gate_up, one, _tensor(4, 8), _tensor(4))),
         (
             gated.swiglu_backward,

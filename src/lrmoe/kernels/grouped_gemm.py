@@ -13,6 +13,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from lrmoe.kernels.ops import define
+
 _ALIGNMENT_BYTES = 16
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +36,11 @@ def grouped_outer(
 ) -> torch.Tensor:
     """Per expert the sum of ``outer(rows_PA[i], rows_PB[i])`` -> [e, A, B]; zero without rows."""
     if _is_native(rows_PA, rows_PB):
-        return F.grouped_mm(rows_PA.t(), rows_PB, offs=offsets_e)
+        products_eAB = F.grouped_mm(rows_PA.t(), rows_PB, offs=offsets_e)
+        if products_eAB.is_cuda:
+            # Not every card's kernel writes the product of no rows (pytorch/pytorch#172439).
+            clear_empty(products_eAB, offsets_e)
+        return products_eAB
     expert_P, place_P, longest = _padding(offsets_e, rows_PA.shape[0])
     num_experts = offsets_e.shape[0]
     padded_A = rows_PA.new_zeros(num_experts, longest, rows_PA.shape[1])
@@ -42,6 +48,13 @@ def grouped_outer(
     padded_A[expert_P, place_P] = rows_PA
     padded_B[expert_P, place_P] = rows_PB
     return torch.bmm(padded_A.transpose(1, 2), padded_B)
+
+
+@define("rows_triton", fills=("products_eAB",))
+def clear_empty(products_eAB: torch.Tensor, offsets_e: torch.Tensor) -> None:
+    """Zero the products of experts without rows."""
+    counts_e = torch.diff(offsets_e, prepend=offsets_e.new_zeros(1))
+    products_eAB.masked_fill_((counts_e == 0)[:, None, None], 0)
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 _LARGEST_BLOCK = 2048  # entries of a row that one program holds
 _IDS_PER_PROGRAM = 1024
+_ENTRIES_TO_CLEAR = 8192
 _ROWS_PER_PROGRAM = 4
 _NONE = tl.constexpr(1 << 62)  # beyond every row
 
@@ -73,6 +74,14 @@ def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return norm_sq_T, is_bad_T.view(torch.bool)
 
 
+def clear_empty(products_eAB: torch.Tensor, offsets_e: torch.Tensor) -> None:
+    """Zero what belongs to experts without rows; nothing else is touched."""
+    size = products_eAB[0].numel() if len(products_eAB) else 0
+    if size:
+        grid = (len(offsets_e), triton.cdiv(size, _ENTRIES_TO_CLEAR))
+        _clear[grid](products_eAB, offsets_e, size, BLOCK=_ENTRIES_TO_CLEAR)
+
+
 def _block(width: int) -> int:
     return min(triton.next_power_of_2(max(width, 16)), _LARGEST_BLOCK)
 
@@ -125,6 +134,15 @@ def _sum(
         before = smallest
         total += tl.load(rows + before * width + column, mask=is_inside, other=0.0).to(WIDE)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _clear(products, ends, size, BLOCK: tl.constexpr):
+    e = tl.program_id(0).to(tl.int64)
+    if tl.load(ends + e) == tl.load(ends + e - 1, mask=e > 0, other=0):
+        place = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        nothing = tl.zeros([BLOCK], dtype=products.dtype.element_ty)
+        tl.store(products + e * size + place, nothing, mask=place < size)
 
 
 @triton.jit
