@@ -111,5 +111,34 @@ def test_what_has_no_rows_is_left_out(results, tmp_path, capsys):
     capsys.readouterr()
 
 
+def race_row(arm, target, ms, seed=0):
+    return {
+        "race": "r",
+        "arm": arm,
+        "seed": seed,
+        "target_loss": target,
+        "ms_to_target": ms,
+        "steps_to_target": None if ms is None else ms / 10,
+        "clock": "cpu",
+        "imbalance_fwd": 1.8,
+        "imbalance_bwd": 1.0,
+        "backward_fraction": 0.8,
+    }
+
+
+def test_races_are_measured_against_symi_seed_by_seed(tmp_path):
+    races = [
+        *(race_row("symi C0", 3.0, 100.0 * (1 + s), s) for s in (0, 1)),
+        *(race_row("ours C20", 3.0, 60.0 * (1 + s), s) for s in (0, 1)),
+        race_row("symi C0", 2.0, None),
+        race_row("ours C20", 2.0, 90.0),
+    ]
+    (tmp_path / "time-to-loss.jsonl").write_text("".join(json.dumps(r) + "\n" for r in races))
+    assert set(draw(tmp_path, tmp_path / "out")) == {"time_to_loss.png", "tables.md"}
+    table = (tmp_path / "out" / "tables.md").read_text()
+    assert "| ours C20 | 1 | 3 | 12 | 120 | 0.60 | 1.80 | 1.00 | 0.80 |" in table
+    assert "| ours C20 | 0 | 2 | 9 | 90 | - |" in table  # symi did not get there
+
+
 def test_one_run_without_a_partner_draws_nothing(tmp_path):
     assert figures.figures([row(0, {"rate": 0.5})], []) == {}

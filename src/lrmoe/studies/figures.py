@@ -41,6 +41,7 @@ _COLORS = {
 }
 # Rules of the figure over rates; the bars show all arms.
 _RATE_RULES = ("sampled", "sampled, drawn forward", "random_unbiased", "top")
+_PEER = "symi C0"  # what races are measured against, as in the paper
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 
 
@@ -62,20 +63,23 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     runs = rows.load(options.results / "convergence.jsonl")
     gradients = rows.load(options.results / "gradient.jsonl")
-    if not runs and not gradients:
+    races = rows.load(options.results / "time-to-loss.jsonl")
+    if not runs and not gradients and not races:
         raise ValueError(f"results={str(options.results)!r}: holds no rows of these studies")
     options.images.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures(runs, gradients).items():
+    for name, figure in figures(runs, gradients, races).items():
         path = options.images / f"{name}.png"
         # Without a time stamp, the same rows give the same file.
         figure.savefig(path, dpi=110, metadata={"Software": None})
         sys.stdout.write(f"{path}\n")
-    options.tables.write_text(tables(runs, gradients))
+    options.tables.write_text(tables(runs, gradients, races))
     sys.stdout.write(f"{options.tables}\n")
     return 0
 
 
-def figures(runs: Sequence[Row], gradients: Sequence[Row]) -> dict[str, Figure]:
+def figures(
+    runs: Sequence[Row], gradients: Sequence[Row], races: Sequence[Row] = ()
+) -> dict[str, Figure]:
     """The figures by name; those without rows are absent."""
     found: dict[str, Figure] = {}
     comparisons = paired(runs)
@@ -89,10 +93,12 @@ def figures(runs: Sequence[Row], gradients: Sequence[Row]) -> dict[str, Figure]:
     explained = _explained(comparisons, gradients)
     if explained:
         found["gradient_explains"] = _explains(explained)
+    if races:
+        found["time_to_loss"] = _races(races)
     return found
 
 
-def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
+def tables(runs: Sequence[Row], gradients: Sequence[Row], races: Sequence[Row] = ()) -> str:
     """Every comparison as Markdown."""
     parts = [
         "# Tables of the convergence study",
@@ -107,6 +113,11 @@ def tables(runs: Sequence[Row], gradients: Sequence[Row]) -> str:
         parts += [
             f"## Gradients: {study}",
             _gradient_table([row for row in gradients if row["study"] == study]),
+        ]
+    for name in dict.fromkeys(row["race"] for row in races):
+        parts += [
+            f"## Time to loss: {name}",
+            _race_table([row for row in races if row["race"] == name]),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -374,6 +385,74 @@ def _gradient_table(gradients: Sequence[Row]) -> str:
             ]
             cells = " | ".join(f"{x:.3f}" for x in numbers)
             lines.append(f"| {row['step']} | {row['arm']} | {group} | {cells} |")
+    return "\n".join(lines)
+
+
+def _races(races: Sequence[Row]) -> Figure:
+    """MoE-layer time until each loss over that of SYMI at C0, a panel per race."""
+    names = list(dict.fromkeys(row["race"] for row in races))
+    figure, panels = _panels(len(names), width=6.4, height=3.8)
+    for axes, name in zip(panels, names, strict=True):
+        mine = [row for row in races if row["race"] == name]
+        targets = list(dict.fromkeys(row["target_loss"] for row in mine))
+        arms = list(dict.fromkeys(row["arm"] for row in mine))
+        for i, arm in enumerate(arms):
+            ratios = [_over_symi(mine, arm, target) for target in targets]
+            places = [t + (i - (len(arms) - 1) / 2) * 0.16 for t in range(len(targets))]
+            heights = [math.nan if ratio is None else ratio for ratio in ratios]
+            axes.bar(places, heights, width=0.15, label=arm, color=f"C{i}", alpha=0.8)
+        axes.axhline(1, color="black", lw=0.8)
+        axes.set_xticks(range(len(targets)), [f"{t:g}" for t in targets])
+        axes.set(xlabel="validation loss", ylabel=f"MoE-layer time over {_PEER} ({_clock(mine)})")
+        axes.set_title(f"{name}, two ranks, {_seeds(len({r['seed'] for r in mine}))}")
+        axes.grid(alpha=0.3, axis="y")
+        axes.legend(fontsize="x-small", loc="lower right")
+    return figure
+
+
+def _over_symi(rows_of_race: Sequence[Row], arm: str, target: float) -> float | None:
+    """Mean over the seeds of both; ``None`` if some run did not get there."""
+    ratios = []
+    peers = {
+        row["seed"]: row
+        for row in rows_of_race
+        if row["arm"] == _PEER and row["target_loss"] == target
+    }
+    for row in rows_of_race:
+        if row["arm"] == arm and row["target_loss"] == target:
+            peer = peers.get(row["seed"])
+            if peer is None or not row["ms_to_target"] or not peer["ms_to_target"]:
+                return None
+            ratios.append(row["ms_to_target"] / peer["ms_to_target"])
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+def _clock(rows_of_race: Sequence[Row]) -> str:
+    return "/".join(sorted({f"{row['clock']} time" for row in rows_of_race}))
+
+
+def _race_table(rows_of_race: Sequence[Row]) -> str:
+    """A line per run and target."""
+    lines = [
+        "| arm | seed | loss | steps | MoE-layer ms | over symi | imbalance fwd | bwd | kept |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows_of_race:
+        ratio = _over_symi(
+            [r for r in rows_of_race if r["seed"] == row["seed"]], row["arm"], row["target_loss"]
+        )
+        cells = [
+            row["arm"],
+            str(row["seed"]),
+            f"{row['target_loss']:g}",
+            "-" if row["steps_to_target"] is None else f"{row['steps_to_target']:.0f}",
+            "-" if row["ms_to_target"] is None else f"{row['ms_to_target']:.0f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+            f"{row['imbalance_fwd']:.2f}",
+            f"{row['imbalance_bwd']:.2f}",
+            f"{row['backward_fraction']:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
