@@ -406,7 +406,8 @@ def _races(races: Sequence[Row]) -> Figure:
         axes.set(xlabel="validation loss", ylabel=f"MoE-layer time over {_PEER} ({_clock(mine)})")
         axes.set_title(f"{name}, two ranks, {_seeds(len({r['seed'] for r in mine}))}")
         axes.grid(alpha=0.3, axis="y")
-        axes.legend(fontsize="x-small", loc="lower right")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize="x-small", loc="outside lower center", ncols=5)
     return figure
 
 
