@@ -193,13 +193,15 @@ class LayerState:
         is_alone = is_hooked or is_in_backward
         held += (0, 0) if is_alone else self.step_memory.of_later(self.layer)
         device = top_k_index_TK.device
-        noise_B = self.noise.bits(device)[: self.num_noise]
+        noise = [self.noise.bits(device)] if self.config.is_auto else []
         counts_WE, rows_WW, held_3W, node_W, noise_WB = _gather_counts(
-            exchange, top_k_index_TK, pairs, sizes.experts, noise_B, needs, held
+            exchange, top_k_index_TK, pairs, sizes.experts, noise, needs, held
         )
         started = time.perf_counter()
         if is_differentiable:
-            rate = choose_rate(noise_WB, self.step, self.config.auto) if self.num_noise else None
+            rate = None
+            if self.config.is_auto:
+                rate = choose_rate(noise_WB, self.step, self.config.auto)
             problem = self.problem(
                 counts_WE, shape, exchange.group_key, device.type, held_3W, node_W, rate
             )
@@ -418,7 +420,7 @@ def _gather_counts(
     top_k_index_TK: torch.Tensor,
     pairs: PairTable,
     num_experts: int,
-    noise_B: torch.Tensor,
+    noise: list[torch.Tensor],
     needs: int,
     held: list[int],
 ) -> tuple[Int, Int, Int, Int, Int]:
@@ -435,7 +437,7 @@ def _gather_counts(
     num_outside = is_outside_N.sum()[None]
     said = torch.tensor([*held, _node(), needs], device=device)
     counts_E = torch.bincount(expert_N, minlength=num_experts)
-    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, noise_B, num_outside, said]))
+    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, *noise, num_outside, said]))
     outside_W, needs_W = gathered[:, -6], gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
