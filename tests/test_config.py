@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lrmoe import Budget, Recalibration
+from lrmoe import AutoRate, Budget, Recalibration
 from lrmoe.config import SCORED_RULES, UNBIASED_RULES
 
 BAD = [
@@ -18,7 +18,7 @@ BAD = [
     ("rate", True, "must be a number"),
     ("rate", None, "must be a number"),
     ("rate", "0.2", "must be a number"),
-    ("rate", "auto", "not part of this version"),
+    ("rate", "automatic", "or 'auto'"),
     ("rate", [], "non-empty sequence"),
     ("rate", [0.1, 0.2], "non-empty sequence"),
     ("rate", [(0, 0.1, 0.2)], "non-empty sequence"),
@@ -46,6 +46,9 @@ BAD = [
     ("seed", 0.5, "integer"),
     ("seed", True, "integer"),
     ("seed", None, "integer"),
+    ("auto", True, "AutoRate"),
+    ("auto", None, "AutoRate"),
+    ("auto", {"target": 0.1}, "AutoRate"),
     ("budget", 8, "Budget"),
     ("budget", None, "Budget"),
     ("budget", {"memory": 1}, "Budget"),
@@ -119,6 +122,49 @@ def test_bad_budgets_are_refused(name, value, allowed):
         Budget(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("target", -0.1, "0 <= target"),
+        ("target", float("inf"), "0 <= target"),
+        ("target", float("nan"), "0 <= target"),
+        ("target", "0.1", "a number"),
+        ("low", -0.1, "0 <= low <= high <= 0.95"),
+        ("low", 0.6, "0 <= low <= high <= 0.95"),
+        ("low", None, "a number"),
+        ("high", 0.96, "0 <= low <= high <= 0.95"),
+        ("high", True, "a number"),
+        ("warmup_steps", -1, "an integer >= 0"),
+        ("warmup_steps", 1.5, "an integer >= 0"),
+        ("warmup_steps", True, "an integer >= 0"),
+    ],
+)
+def test_bad_settings_of_the_automatic_rate_are_refused(name, value, allowed):
+    with pytest.raises(ValueError, match=f"auto.{name}={value!r}.*{allowed}"):
+        AutoRate(**{name: value})
+    with pytest.raises(ValueError, match=f"auto.{name}={value!r}"):
+        Recalibration.from_dict({"rate": "auto", "auto": {name: value}})
+
+
+@pytest.mark.parametrize("selection", SCORED_RULES)
+def test_the_automatic_rate_is_for_unbiased_rules(selection):
+    with pytest.raises(ValueError, match=f"rate='auto' with selection='{selection}'.*sampled"):
+        Recalibration(rate="auto", selection=selection)
+    for unbiased in UNBIASED_RULES:
+        assert Recalibration(rate="auto", selection=unbiased).is_auto
+
+
+@pytest.mark.parametrize("quotas", ["planned", "makespan"])
+def test_the_automatic_rate_needs_equal_shares_of_the_experts(quotas):
+    with pytest.raises(ValueError, match=f"rate='auto' with quotas='{quotas}'.*quotas='rate'"):
+        Recalibration(rate="auto", quotas=quotas)
+
+
+def test_an_automatic_rate_is_not_known_from_the_settings():
+    with pytest.raises(ValueError, match="rate='auto': chosen by each layer"):
+        Recalibration(rate="auto").rate_at(0)
+
+
 def test_a_static_payload_needs_home_placement():
     with pytest.raises(ValueError, match="rows='static' with placement='recalibrated'"):
         Recalibration(rows="static", placement="recalibrated")
@@ -156,6 +202,7 @@ def test_a_schedule_is_linear_between_its_points_and_constant_outside():
         Recalibration(),
         Recalibration(rate=[(0, 0.0), (5, 0.5)], selection="top", scope="local", rows="static"),
         Recalibration(rate=0, draw="forward", save="inputs", router_grad="completed", seed=-3),
+        Recalibration(rate="auto", auto=AutoRate(target=0.1, low=0.1, high=0.9, warmup_steps=0)),
     ],
 )
 def test_dictionaries_round_trip(config):
@@ -170,6 +217,8 @@ def test_an_unknown_key_names_the_nearest_one():
         Recalibration.from_dict({"selecton": "top"})
     with pytest.raises(ValueError, match=r"'zzz' is unknown; allowed are rate, .*, budget"):
         Recalibration.from_dict({"zzz": 1})
+    with pytest.raises(ValueError, match=r"auto 'targt' is unknown; did you mean 'target'"):
+        Recalibration.from_dict({"auto": {"targt": 0.1}})
     with pytest.raises(ValueError, match=r"budget.*'memry' is unknown; did you mean 'memory'"):
         Recalibration.from_dict({"budget": {"memry": None}})
 

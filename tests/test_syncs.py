@@ -58,7 +58,7 @@ def gathered(monkeypatch):
 
 @pytest.mark.parametrize("draw", ["backward", "forward"])
 @pytest.mark.parametrize("rows", ["exact", "static"])
-@pytest.mark.parametrize("rate", [0.0, 0.4])
+@pytest.mark.parametrize("rate", [0.0, 0.4, "auto"])
 @pytest.mark.parametrize("save", ["activations", "inputs"])
 @pytest.mark.parametrize("router_grad", ["kept", "completed", "exact"])
 def test_one_rank_waits_for_the_counts_alone(draw, rows, rate, save, router_grad, gathered):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lrmoe.clip import clip_grad_norm_
-from lrmoe.config import Budget, Recalibration
+from lrmoe.config import AutoRate, Budget, Recalibration
 from lrmoe.layer import experts
 from lrmoe.planner import InfeasiblePlan, Plan, PlanProblem, plan
 from lrmoe.report import LayerReport, PairRecord
@@ -38,6 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AutoRate",
     "Budget",
     "InfeasiblePlan",
     "LayerReport",

@@ -21,10 +21,10 @@ from lrmoe.planner.problem import QUOTA_MODES
 SCORED_RULES = ("top", "random", "gradient", "weighted_gradient", "router", "token_loss")
 UNBIASED_RULES = ("sampled", "random_unbiased")
 
-# Settings the specification names and this version does not have yet. Refused, never ignored.
-_LATER = {
-    "rate": ("auto",),
-}
+AUTO = "auto"
+_RATES_ALLOWED = "must be a number, a sequence of (step, number), or 'auto'"
+# Above it the noise of a rate is not measured (lrmoe.auto.RATES).
+_HIGHEST_AUTO = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,42 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoRate:
+    """What ``rate="auto"`` keeps to. Each layer drops as much as keeps the noise of it small.
+
+    *Noise* is the expected squared error that dropping adds to the gradient of the layer's down
+    projections, over the sum of its pairs' squared norms (LRM). That sum is about the variance
+    which the gradient has already because a batch is a sample, so noise 0.05 is what a batch
+    smaller by a twentieth would add. ``docs/method.md`` says how it is known beforehand.
+    """
+
+    target: float = 0.05
+    """Largest noise of a layer."""
+    low: float = 0.0
+    """Smallest rate, whatever its noise, and the rate during warm-up."""
+    high: float = 0.5
+    """Largest rate."""
+    warmup_steps: int = 10
+    """Optimizer steps before the first choice; a choice looks back over about ten."""
+
+    def __post_init__(self) -> None:
+        for name in ("target", "low", "high"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"auto.{name}={value!r}: must be a number")
+        if not 0 <= self.target < math.inf:
+            raise ValueError(f"auto.target={self.target!r}: allowed is 0 <= target")
+        if not 0 <= self.low <= self.high <= _HIGHEST_AUTO:
+            raise ValueError(
+                f"auto.low={self.low!r}, auto.high={self.high!r}: allowed is "
+                f"0 <= low <= high <= {_HIGHEST_AUTO}"
+            )
+        steps = self.warmup_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"auto.warmup_steps={steps!r}: must be an integer >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recalibration:
     """How much of the backward pass an MoE layer does, and how the pairs are chosen.
 
@@ -81,7 +117,8 @@ class Recalibration:
 
     rate: float | Sequence[tuple[int, float]] | str = 0.2
     """Requested share C of pairs without a backward pass, ``0 <= C < 1``; 0 is exact training.
-    A schedule is a sequence of ``(optimizer step, C)``, linear in between, constant outside."""
+    A schedule is a sequence of ``(optimizer step, C)``, linear in between, constant outside.
+    ``auto`` (unbiased rules): every layer chooses its own, as ``auto`` says."""
     selection: str = "sampled"
     """``sampled`` and ``random_unbiased`` are unbiased; ``top`` is the paper's rule; the rest are
     controls."""
@@ -109,6 +146,8 @@ class Recalibration:
     min_inclusion: float = 0.1
     """rho of the specification: how much of the size of a pair in ``sampled`` is uniform."""
     seed: int = 0
+    auto: AutoRate = field(default_factory=AutoRate)
+    """Of ``rate="auto"``; other rates do not look at it."""
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
@@ -125,13 +164,8 @@ class Recalibration:
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
-            if value in allowed:
-                continue
-            if value in _LATER.get(name, ()):
-                raise ValueError(
-                    f"{name}={value!r} is not part of this version; use {allowed[0]!r}"
-                )
-            raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if self.draw == "forward" and not self.is_unbiased:
             raise ValueError(
                 f"draw='forward' with selection={self.selection!r}: the rule needs the output "
@@ -151,6 +185,19 @@ class Recalibration:
         rho = self.min_inclusion
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 <= rho <= 1:
             raise ValueError(f"min_inclusion={rho!r}: allowed is 0 <= value <= 1")
+        if self.is_auto and not self.is_unbiased:
+            raise ValueError(
+                f"rate='auto' with selection={self.selection!r}: the error of one gradient does "
+                "not say what a biased rule harms; allowed are "
+                f"{', '.join(map(repr, UNBIASED_RULES))}"
+            )
+        if self.is_auto and self.quotas != "rate":
+            raise ValueError(
+                f"rate='auto' with quotas={self.quotas!r}: the noise is known for equal shares of "
+                "the experts only; use quotas='rate'"
+            )
+        if not isinstance(self.auto, AutoRate):
+            raise ValueError(f"auto={self.auto!r}: must be an AutoRate")
         if not isinstance(self.budget, Budget):
             raise ValueError(f"budget={self.budget!r}: must be a Budget")
         for name in ("memory", "link_bytes"):
@@ -168,6 +215,18 @@ class Recalibration:
         return self.selection in UNBIASED_RULES
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the layers choose their rates."""
+        return self.rate == AUTO
+
+    @property
+    def c_max(self) -> float | None:
+        """What budgets may drop of a call's pairs; ``None``: no more than its rate."""
+        if self.is_auto and self.budget.c_max is None:
+            return self.auto.high
+        return self.budget.c_max
+
+    @property
     def effective_scope(self) -> str:
         """``scope`` with the rule's default filled in."""
         return self.scope or ("local" if self.is_unbiased else "global")
@@ -178,10 +237,17 @@ class Recalibration:
         return self.placement != "fixed" or self.quotas != "rate" or self.budget != Budget()
 
     def rate_at(self, step: int) -> Fraction:
-        """The requested rate at an optimizer step, as the decimal number the user wrote."""
+        """The requested rate at an optimizer step, as the decimal number the user wrote.
+
+        Raises:
+            ValueError: for ``auto``, which is a matter of the layer.
+        """
         if isinstance(self.rate, float):
             return Fraction(str(self.rate))
-        assert not isinstance(self.rate, str)
+        if isinstance(self.rate, str):
+            raise ValueError(
+                f"rate={self.rate!r}: chosen by each layer while it trains; a number is needed here"
+            )
         points = self.rate
         if step <= points[0][0]:
             return Fraction(str(points[0][1]))
@@ -194,7 +260,7 @@ class Recalibration:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they travel in ``model.config.lrmoe`` and in YAML."""
         values = asdict(self)
-        if not isinstance(self.rate, float):
+        if not isinstance(self.rate, (float, str)):
             values["rate"] = [list(point) for point in self.rate]
         return values
 
@@ -202,13 +268,17 @@ class Recalibration:
     def from_dict(cls, values: dict[str, Any]) -> Recalibration:
         """The inverse of :meth:`to_dict`; an unknown key is an error naming the nearest one."""
         _refuse_unknown("lrmoe setting", values, cls)
-        if isinstance(values.get("budget"), dict):
-            _refuse_unknown("lrmoe budget", values["budget"], Budget)
-            values = values | {"budget": Budget(**values["budget"])}
+        parts: dict[str, type[Budget | AutoRate]] = {"budget": Budget, "auto": AutoRate}
+        for name, part in parts.items():
+            if isinstance(values.get(name), dict):
+                _refuse_unknown(f"lrmoe {name}", values[name], part)
+                values = values | {name: part(**values[name])}
         return cls(**values)
 
 
-def _refuse_unknown(what: str, values: dict[str, Any], of: type[Budget | Recalibration]) -> None:
+def _refuse_unknown(
+    what: str, values: dict[str, Any], of: type[Budget | AutoRate | Recalibration]
+) -> None:
     known = [f.name for f in fields(of)]
     for key in values:
         if key not in known:
@@ -217,20 +287,20 @@ def _refuse_unknown(what: str, values: dict[str, Any], of: type[Budget | Recalib
             raise ValueError(f"{what} {key!r} is unknown{hint}")
 
 
-def _checked_rate(rate: Any) -> float | tuple[tuple[int, float], ...]:
-    """The rate as a float or a tuple of points; raises with what is allowed."""
+def _checked_rate(rate: Any) -> float | str | tuple[tuple[int, float], ...]:
+    """The rate as a float, a tuple of points or ``auto``; raises with what is allowed."""
 
     def number(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"rate={rate!r}: must be a number, or a sequence of (step, number)")
+            raise ValueError(f"rate={rate!r}: {_RATES_ALLOWED}")
         if not (math.isfinite(value) and 0 <= value < 1):
             raise ValueError(f"rate={rate!r}: allowed is 0 <= rate < 1")
         return float(value)
 
+    if rate == AUTO:
+        return AUTO
     if isinstance(rate, str):
-        if rate in _LATER["rate"]:
-            raise ValueError(f"rate={rate!r} is not part of this version; give a number")
-        raise ValueError(f"rate={rate!r}: must be a number, or a sequence of (step, number)")
+        raise ValueError(f"rate={rate!r}: {_RATES_ALLOWED}")
     if not isinstance(rate, Sequence):
         return number(rate)
     points = tuple(rate)

@@ -42,7 +42,7 @@ from lrmoe.pairs import (
     message_order,
     sort_pairs,
 )
-from lrmoe.recalibrate import choose_pairs, router_gradient
+from lrmoe.recalibrate import choose_pairs, measure_noise, router_gradient
 from lrmoe.report import Span
 from lrmoe.score import lrm
 from lrmoe.select import Selection
@@ -117,7 +117,7 @@ def experts(
             dtype = torch.get_autocast_dtype(device_type)
         _check_budget(state, dtype, gate_up_proj.shape[2], down_proj.shape[2])
     except ValueError:
-        refuse_call(exchange, gate_up_proj)
+        refuse_call(exchange, gate_up_proj, state)
         raise
     state = state if state is not None else LayerState()
     span = Span(hidden_states.device, exchange.num_ranks)
@@ -372,6 +372,9 @@ class _RecalibratedExperts(torch.autograd.Function):
         span.stop()
         lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
+        if config.is_auto:
+            noise_B = measure_noise(p_N, lrm_N, saved["h_norm_sq_N"], record, exchange.rank)
+            state.noise.add(record.step, noise_B)
         account_backward(
             state,
             exchange,

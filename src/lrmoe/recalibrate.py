@@ -11,16 +11,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from lrmoe.auto import RATES
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange, as_list
 from lrmoe.pairs import PairTable, arrival_order, forward_instances
 from lrmoe.planner.problem import Float, Int, Plan
+from lrmoe.planner.quotas import rate_quotas
 from lrmoe.reroute import reroute
-from lrmoe.score import control_score
+from lrmoe.score import control_score, lrm
 from lrmoe.select import (
     Segments,
     Selection,
     keep_everything,
+    sampling_noise,
     sampling_sizes,
     select_sampled,
     select_top,
@@ -177,6 +180,35 @@ def _rerouted(
         upload(instance_expert_V, device),
     )
     return replace(chosen, instance_P=instance_P)
+
+
+def measure_noise(
+    p_N: torch.Tensor,
+    lrm_N: torch.Tensor,
+    h_norm_sq_N: torch.Tensor,
+    call: CallRecord,
+    rank: int,
+) -> torch.Tensor:
+    """What the call's rule would add to the gradient at each of ``RATES``, and the sum of the LRM;
+    float64 [A + 1], this rank's part. No device sync.
+
+    For draws by source, with the mean of a share that is rounded at random; a draw over all ranks
+    adds a little less.
+    """
+    config = call.config
+    if config.selection == "random_unbiased":
+        drawn_by_N = torch.zeros_like(lrm_N)
+    elif config.draw == "forward":
+        drawn_by_N = lrm(p_N, torch.ones_like(p_N), h_norm_sq_N)
+    else:
+        drawn_by_N = lrm_N
+    mine_E, total_E = call.counts_WE[rank], call.counts_WE.sum(0)
+    quota_AE = np.stack([rate_quotas(total_E, rate) for rate in RATES])
+    share_AE = mine_E * quota_AE / np.maximum(total_E, 1)
+    segments = Segments(mine_E, lrm_N.device)
+    size_N = sampling_sizes(drawn_by_N, segments, config.min_inclusion)
+    noise_A = sampling_noise(size_N, lrm_N, segments, share_AE)
+    return torch.cat([noise_A, lrm_N.double().sum()[None]])
 
 
 def router_gradient(

@@ -29,6 +29,8 @@ class LayerReport:
     kept_pairs: int = 0
     backward_fraction: float = 1.0
     """Kept / routed pairs, as realised."""
+    rate: float = 0.0
+    """Requested share of dropped pairs in the last call; with ``auto`` what the layer chose."""
     score_mass: float = 1.0
     """Sum of LRM over the kept pairs / over all pairs of this rank."""
     imbalance_home: float = 1.0
@@ -108,6 +110,7 @@ class Tally:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
+        self.rate = 0.0
         self.counts_WE: Int | None = None
         self.forward_load_W: Int | None = None
         self.backward_load_W: Int | None = None
@@ -161,6 +164,7 @@ class Tally:
             memory=dict(self.memory),
             memory_model=self.memory_model(),
             memory_step=self.memory_step,
+            rate=self.rate,
         )
         for name, value in self.totals.items():
             setattr(report, name, value if name in _REAL else int(value))

@@ -192,7 +192,7 @@ def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> 
     """:func:`sampling_sizes` of runs of ``count`` pairs."""
     segments = Segments(count_e.cpu().numpy(), count_e.device)
     largest = torch.finfo(torch.float32).max
-    root_N = score_N.double().nan_to_num_(largest, largest).clamp_(max=largest).sqrt_()
+    root_N = score_N.double().nan_to_num(largest, largest).clamp_(max=largest).sqrt_()
     sum_e = root_N.new_zeros(len(segments.count_e)).index_add_(0, segments.expert_N, root_N)
     mean_N = sum_e[segments.expert_N] / (segments.last_N - segments.start_N + 1)
     size_N = torch.where(mean_N > 0, root_N / mean_N, 1.0).mul_(1 - rho).add_(rho)
@@ -214,7 +214,7 @@ def inclusion_probabilities(size_N: torch.Tensor, segments: Segments, quota_e: I
     _check_quota(quota_e)
     place_N, start_N, last_N = segments.place_N, segments.start_N, segments.last_N
     quota_N = segments.spread(quota_e)
-    units_N = (size_N.double() * _MEAN_SIZE).round_().long().clamp_(1, _MAX_SIZE)
+    units_N = _units(size_N)
     order_N = segments.sort(_MAX_SIZE - units_N)
     units_N = units_N[order_N]
     running_N = units_N.cumsum(0)
@@ -243,6 +243,44 @@ def inclusion_probabilities(size_N: torch.Tensor, segments: Segments, quota_e: I
     return torch.empty_like(pi_N).index_copy_(0, order_N, pi_N)
 
 
+def sampling_noise(
+    size_N: torch.Tensor, score_N: torch.Tensor, segments: Segments, quota_Ae: Float
+) -> torch.Tensor:
+    """``sum (1 / pi - 1) score`` with the probabilities of each row of quotas; float64 [A].
+
+    Where the score is the squared norm of a pair's term, this is the expected squared error of the
+    sum of the terms, as far as they are orthogonal. One sort serves all rows, and nothing waits
+    for the device.
+
+    Args:
+        quota_Ae: A rows of quotas, which may be fractions: of a share that is yet to be rounded.
+    """
+    given_Ae, count_e = upload(quota_Ae, size_N.device), segments.device_count_e
+    end_e = count_e.cumsum(0)
+    start_e = end_e - count_e
+    units_N = _units(size_N)
+    order_N = segments.sort(_MAX_SIZE - units_N)
+    units_N, score_N = units_N[order_N], score_N[order_N].double()
+
+    # In descending order the pair at place k is capped from the quota k + (size_k + size_{k+1} +
+    # ...) / size_k on. These ascend inside an expert, up to its count, so end to end over all.
+    running_M = _running(units_N)
+    through_end_N = running_M[end_e][segments.expert_N] - running_M[:-1]
+    capped_from_N = segments.start_N + segments.place_N + through_end_N.double() / units_N
+    free_Ae = torch.searchsorted(capped_from_N, start_e + given_Ae, right=True)
+    free_Ae = torch.minimum(torch.maximum(free_Ae, start_e), end_e)
+
+    def of_free(value_N: torch.Tensor) -> torch.Tensor:
+        running_M = _running(value_N)
+        return running_M[end_e] - running_M[free_Ae]
+
+    # pi = units * room / (units of the free pairs), so the sum of score / pi needs no pair twice.
+    room_Ae = given_Ae - (free_Ae - start_e)
+    noise_Ae = of_free(units_N) * of_free(score_N / units_N) / room_Ae - of_free(score_N)
+    noise_A: torch.Tensor = torch.where(free_Ae < end_e, noise_Ae, 0.0).clamp_(min=0).sum(1)
+    return noise_A
+
+
 def systematic_sample(
     pi_N: torch.Tensor, order_N: torch.Tensor, start_e: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
@@ -269,6 +307,15 @@ def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -
     """Each value as often as its run is long. The total is known: no device sync."""
     lengths = upload(length_b, device)
     return upload(values_b, device).repeat_interleave(lengths, output_size=int(length_b.sum()))
+
+
+def _units(size_N: torch.Tensor) -> torch.Tensor:
+    return (size_N.double() * _MEAN_SIZE).round_().long().clamp_(1, _MAX_SIZE)
+
+
+def _running(value_N: torch.Tensor) -> torch.Tensor:
+    """Sums of the first 0, 1, ..., N values."""
+    return torch.nn.functional.pad(value_N.cumsum(0), (1, 0))
 
 
 def _descending(score_N: torch.Tensor) -> torch.Tensor:

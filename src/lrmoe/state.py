@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lrmoe.auto import NUM_SUMS, NoiseMeter, choose_rate
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
 from lrmoe.pairs import PairTable, count, count_token_rows, forward_instances, message_order
@@ -115,12 +116,19 @@ class LayerState:
         """Shared by the layers of one model, so that a memory budget covers the step."""
         self.past_counts: deque[Int] = deque(maxlen=_HISTORY)
         """Counts of the latest calls, oldest first, for policies that look at history."""
+        self.noise = NoiseMeter()
+        """What dropping would add to the gradient (``rate="auto"``)."""
         self.tally = Tally(layer)
         self.finished: Tally | None = None
         self.captured: list[PairRecord] | None = None
         self.recorder: CallRecorder | None = None
         self._calls: weakref.WeakValueDictionary[int, CallRecord] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
+
+    @property
+    def num_noise(self) -> int:
+        """Numbers that travel with the counts of a call so that all ranks choose one rate."""
+        return NUM_SUMS if self.config.is_auto else 0
 
     def finish_step(self) -> None:
         """An optimizer step ends here: the next call belongs to the next step."""
@@ -185,13 +193,19 @@ class LayerState:
         # elsewhere, and a call inside a backward pass (reentrant checkpointing) comes last.
         is_alone = is_hooked or is_in_backward
         held += (0, 0) if is_alone else self.step_memory.of_later(self.layer)
-        counts_WE, rows_WW, held_3W, node_W = _gather_counts(
-            exchange, top_k_index_TK, pairs, sizes.experts, needs, held
+        device = top_k_index_TK.device
+        noise = [self.noise.bits(device)] if self.config.is_auto else []
+        counts_WE, rows_WW, held_3W, node_W, noise_WB = _gather_counts(
+            exchange, top_k_index_TK, pairs, sizes.experts, noise, needs, held
         )
         started = time.perf_counter()
         if is_differentiable:
-            device = top_k_index_TK.device.type
-            problem = self.problem(counts_WE, shape, exchange.group_key, device, held_3W, node_W)
+            rate = None
+            if self.config.is_auto:
+                rate = choose_rate(noise_WB, self.step, self.config.auto)
+            problem = self.problem(
+                counts_WE, shape, exchange.group_key, device.type, held_3W, node_W, rate
+            )
         else:  # nothing to drop, nothing saved
             problem = PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
         plan_ = plan(problem)
@@ -215,6 +229,7 @@ class LayerState:
         )
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
+            self.tally.rate = float(problem.rate)
             self.micro_batch += 1
             if self.config.placement != "fixed":
                 self.past_counts.append(counts_WE)
@@ -229,6 +244,9 @@ class LayerState:
         values: dict[str, Any] = {"step": self.step, "micro_batch": self.micro_batch}
         if self.past_counts:
             values["past_counts"] = [counts_WE.tolist() for counts_WE in self.past_counts]
+        noise = self.noise.state_dict()
+        if noise:
+            values["noise"] = noise
         return values
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
@@ -236,6 +254,7 @@ class LayerState:
         self.step, self.micro_batch = int(values["step"]), int(values["micro_batch"])
         past = [np.array(counts, dtype=np.int64) for counts in values.get("past_counts", ())]
         self.past_counts = deque(past, maxlen=_HISTORY)
+        self.noise.load_state_dict(values.get("noise", {}))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """A copied model starts with the same settings and counters, and no pending calls."""
@@ -278,6 +297,7 @@ class LayerState:
         device_type: str = "cpu",
         held_3W: Int | None = None,
         node_W: Int | None = None,
+        rate: Fraction | None = None,
     ) -> PlanProblem:
         """What the next call plans from: counts, settings and history.
 
@@ -288,6 +308,10 @@ class LayerState:
                 are expected to save, and how many later layers nothing is known of; ``None``:
                 nothing.
             node_W: node of each rank; ``None``: all on one.
+            rate: ``None``: that of the settings.
+
+        Raises:
+            ValueError: for ``rate="auto"`` without the rate that was chosen.
         """
         config = self.config
         costs, reserved_W = Costs(), None
@@ -301,7 +325,7 @@ class LayerState:
             reserved_W = self._reserved(shape, held_3W, int(counts_WE.sum()), len(memory))
         if config.placement != "fixed" or config.budget.needs_costs:
             costs = link_costs(shape, device_type)
-        rate = config.rate_at(self.step)
+        rate = config.rate_at(self.step) if rate is None else rate
         needs_random_shares = config.is_unbiased and config.effective_scope == "local"
         budget = config.budget
         # Counts from before a change of layout say nothing about this one's ranks.
@@ -324,7 +348,7 @@ class LayerState:
             reserved_W=reserved_W,
             top_k=shape.top_k,
             ranks_per_node=None if node_W is None else _ranks_per_node(node_W),
-            c_max=None if budget.c_max is None else Fraction(str(budget.c_max)),
+            c_max=None if config.c_max is None else Fraction(str(config.c_max)),
             past_counts_SWE=np.stack(past) if past else None,
             scope=config.effective_scope,
             share_seed=(
@@ -341,7 +365,9 @@ class LayerState:
         at its smallest. While it runs itself, backward pass included, they hold nothing.
         """
         held_W, expected_W, unknown_W = held_3W
-        least = 1 - max(float(self.config.rate_at(self.step)), self.config.budget.c_max or 0.0)
+        config = self.config
+        rate = config.auto.high if config.is_auto else float(config.rate_at(self.step))
+        least = 1 - max(rate, config.c_max or 0.0)
         saved, work = even_share(shape, pairs, least)
         has_later_W = (expected_W > 0) | (unknown_W > 0)
         reserved_AW = np.tile(held_W, (moments, 1))
@@ -395,12 +421,14 @@ def _gather_counts(
     top_k_index_TK: torch.Tensor,
     pairs: PairTable,
     num_experts: int,
+    noise: list[torch.Tensor],
     needs: int,
     held: list[int],
-) -> tuple[Int, Int, Int, Int]:
+) -> tuple[Int, Int, Int, Int, Int]:
     """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
 
-    Beside them what the ranks say of their memory, [3, W], and their nodes, [W].
+    Beside them what the ranks say of their memory, [3, W], their nodes, [W], and their noise,
+    [W, B], measured in earlier calls.
     """
     W, device = exchange.num_ranks, top_k_index_TK.device
     is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
@@ -410,7 +438,7 @@ def _gather_counts(
     num_outside = is_outside_N.sum()[None]
     said = upload(np.array([*held, _node(), needs], np.int64), device)
     counts_E = count(expert_N, num_experts)
-    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, num_outside, said]))
+    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, *noise, num_outside, said]))
     outside_W, needs_W = gathered[:, -6], gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
@@ -429,7 +457,8 @@ def _gather_counts(
             f"{needs_W.tolist()}); all ranks must do the same"
         )
     rows_WW = gathered[:, num_experts : num_experts + W]
-    return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2]
+    noise_WB = gathered[:, num_experts + W : -6]
+    return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
 
 
 def _node() -> int:
@@ -449,9 +478,10 @@ def _gather_rows(
     return exchange.all_gather_counts(rows_W)
 
 
-def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor) -> None:
+def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor, state: LayerState | None) -> None:
     """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
     size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 6
+    size += 0 if state is None else state.num_noise
     exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lrmoe import LayerState, Recalibration, exchange, experts, select
+from lrmoe import AutoRate, LayerState, Recalibration, exchange, experts, select
+from lrmoe.auto import RATES
 from lrmoe.planner import quotas as planner_quotas
 from tests import oracle
 from tests.layers import (
@@ -634,6 +636,55 @@ def repeated(rank: int, case: Case) -> Any:
     return same, [run.records[0].kept for run in runs]
 
 
+AUTO = AutoRate(target=0.05, high=0.9, warmup_steps=2)
+
+
+def chosen_rates(rank: int, case: Case) -> Any:
+    """Six steps of two micro-batches at rates that the layer chooses; at times without tokens.
+
+    What each call requested and had, and whether a fixed rate issues the same collectives.
+    """
+    state, fixed = LayerState(Recalibration(rate="auto", auto=AUTO)), LayerState()
+    calls, collectives = [], []
+    for step, micro_batch in itertools.product(range(6), range(2)):
+        num_tokens = 0 if (step, rank) in ((1, 1), (3, 0)) else 40
+        one = make_case(num_tokens, num_experts=6, seed=10 * step + 2 * micro_batch + rank)
+        one = one._replace(gate_up=case.gate_up, down=case.down, grad=one.grad * (1 + 3 * rank))
+        with counted_collectives() as counted:
+            record = run_layer(one, state=state, group=dist.group.WORLD).records[0]
+        calls.append((step, state.tally.rate, record.expert, record.score, record.kept))
+        fixed.config = Recalibration(rate=state.tally.rate)
+        with counted_collectives() as counted_fixed:
+            run_layer(one, state=fixed, group=dist.group.WORLD)
+        collectives.append(counted == counted_fixed)
+        if micro_batch:
+            state.finish_step()
+            fixed.finish_step()
+    return calls, all(collectives)
+
+
+def chosen_rate_after_a_refused_call(rank: int, case: Case) -> Any:
+    """One rank's arguments are refused; the other must not take its answer for noise."""
+    state = LayerState(Recalibration(rate="auto", auto=AUTO))
+    state.step = 9
+    run_layer(case, state=state, group=dist.group.WORLD)
+    changes = {"p": case.p[:, :1]} if rank == 1 else {}
+    message = _message(ValueError, lambda: _call(case, state, case.x, **changes))
+    run_layer(case, state=state, group=dist.group.WORLD)
+    return message, state.tally.rate
+
+
+def lost_state_of_one_rank(rank: int, case: Case) -> Any:
+    """One rank has forgotten what it measured: the ranks still agree."""
+    state = LayerState(Recalibration(rate="auto", auto=AUTO))
+    state.step = 9
+    run_layer(case, state=state, group=dist.group.WORLD)
+    if rank == 1:
+        state.noise.load_state_dict({})
+    record = run_layer(case, state=state, group=dist.group.WORLD).records[0]
+    return state.tally.rate, int(record.kept.sum())
+
+
 BEHAVIOURS = {
     fn.__name__: fn
     for fn in (
@@ -646,6 +697,9 @@ BEHAVIOURS = {
         two_forwards,
         skewed_steps,
         repeated,
+        chosen_rates,
+        chosen_rate_after_a_refused_call,
+        lost_state_of_one_rank,
     )
 }
 
@@ -754,6 +808,65 @@ def test_draws_repeat_and_differ_between_ranks_and_seeds(behaviour):
     for _, kept in both:
         for again, other in zip(kept[::3], kept[2::3], strict=True):
             assert not torch.equal(again, other)
+
+
+def _slow_sums(tables: Sequence[torch.Tensor], scores: torch.Tensor, rank: int) -> np.ndarray:
+    """A rank's noise at every candidate rate, and the sum of its scores, pair by pair."""
+    counts_WE = [torch.bincount(t.flatten(), minlength=6).tolist() for t in tables]
+    sums = np.zeros(len(RATES) + 1)
+    sums[-1] = scores.double().sum()
+    for a, rate in enumerate(RATES):
+        quota_E = oracle.rate_quotas(counts_WE, float(rate))
+        for e, quota in enumerate(quota_E):
+            of_expert = scores[tables[rank] == e].tolist()
+            share = Fraction(counts_WE[rank][e] * quota, max(sum(c[e] for c in counts_WE), 1))
+            pi = oracle.inclusion_probabilities(oracle.sampled_sizes(of_expert, 0.1), share)
+            sums[a] += sum(float(1 / p - 1) * s for p, s in zip(pi, of_expert, strict=True))
+    return sums
+
+
+def _slow_rate(sums: np.ndarray) -> float:
+    """The largest thousandth whose noise, on straight lines between candidates, is in the limit."""
+    noise = np.array([0.0, *(sums[:-1] / sums[-1])])
+    thousandths = np.arange(901) / 1000
+    fits = np.interp(thousandths, [0.0, *map(float, RATES)], noise) <= AUTO.target
+    return float(thousandths[fits].max())
+
+
+def test_ranks_choose_the_same_rates_from_what_both_measured(behaviour):
+    (first, same), (second, same_too) = behaviour("chosen_rates")
+    assert same
+    assert same_too
+    past = np.zeros(len(RATES) + 1)
+    before, rates = 0, []
+    for (step, rate, *mine), (_, rate_too, *others) in zip(first, second, strict=True):
+        assert rate == rate_too
+        rates.append(rate)
+        if step < AUTO.warmup_steps:
+            assert rate == 0
+        else:
+            assert abs(rate - _slow_rate(past)) < 0.0015
+        tables = [mine[0], others[0]]
+        past *= 0.9 ** (step - before)
+        past += _slow_sums(tables, mine[1], 0) + _slow_sums(tables, others[1], 1)
+        before = step
+        kept = int(mine[2].sum()) + int(others[2].sum())
+        counts = [torch.bincount(table.flatten(), minlength=6).tolist() for table in tables]
+        assert kept == sum(oracle.rate_quotas(counts, rate))
+    assert len(set(rates)) > 6
+
+
+def test_a_refused_call_leaves_the_choices_alone(behaviour):
+    (other, rate), (own, rate_too) = behaviour("chosen_rate_after_a_refused_call")
+    assert "top_k_weights.shape=(12, 1)" in own
+    assert "[1]" in other
+    assert rate == rate_too > 0
+
+
+def test_ranks_agree_on_the_rate_whatever_each_remembers(behaviour):
+    (rate, kept), (rate_too, kept_too) = behaviour("lost_state_of_one_rank")
+    assert rate == rate_too > 0
+    assert kept + kept_too < 48
 
 
 # ---- two ranks: unbiased -----------------------------------------------------------------------

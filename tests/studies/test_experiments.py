@@ -1,10 +1,22 @@
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from lrmoe import Recalibration, recalibrate
+from lrmoe import Recalibration, layer, recalibrate
 from lrmoe.studies import loop
-from lrmoe.studies.experiments import EXPERIMENTS, Predicted, make, pooled, selecting, shared_quotas
+from lrmoe.studies.experiments import (
+    EXPERIMENTS,
+    Covering,
+    Predicted,
+    covering,
+    make,
+    pooled,
+    selecting,
+    shared_quotas,
+)
 from lrmoe.studies.settings import Arm
 from tests.studies.grids import run
 
@@ -49,6 +61,10 @@ def test_an_experiment_ends_with_its_context():
     with selecting(rule):
         assert recalibrate._select is rule
     assert recalibrate._select is original
+    choice = layer.choose_pairs
+    with selecting(make("covering")):
+        assert layer.choose_pairs is not choice
+    assert layer.choose_pairs is choice
     with selecting(make(None)):
         assert recalibrate._select is original
 
@@ -88,6 +104,56 @@ def test_predicted_quotas_follow_what_earlier_steps_had():
     assert kept[:2] == [3, 3]  # nothing is known yet: by count
     assert kept[2] < 3 < kept[3]
     assert kept[4] < 3 < kept[5]
+
+
+def _some_pairs(num_tokens, top_k, num_experts, seed):
+    """Tokens of the pairs in expert-major order, pairs of each expert, and scores."""
+    generator = torch.Generator().manual_seed(seed)
+    expert_TK = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
+    order = expert_TK.flatten().sort(stable=True).indices
+    score_N = torch.rand(num_tokens * top_k, generator=generator) ** 6
+    count_e = torch.bincount(expert_TK.flatten(), minlength=num_experts).numpy()
+    return order // top_k, count_e, score_N
+
+
+def test_covered_tokens_keep_a_pair_and_the_estimate_is_unbiased():
+    token_N, count_e, score_N = _some_pairs(12, 4, 6, seed=0)
+    quota_e, value_N = count_e - count_e // 2, torch.randn(48, dtype=torch.float64)
+    expert_N = torch.from_numpy(np.repeat(np.arange(6), count_e))
+    rule, sums, is_reached_N = Covering(), [], torch.zeros(48, dtype=torch.bool)
+    for seed in range(1000):
+        generator = torch.Generator().manual_seed(seed)
+        draw_now = partial(rule, score_N, count_e, quota_e, None, CONFIG, generator)
+        pairs = SimpleNamespace(token_N=token_N)
+        chosen = rule.note_tokens(lambda *_, now=draw_now: now(), None, None, None, pairs)
+        assert torch.bincount(expert_N[chosen.kept_P]).tolist() == quota_e.tolist()
+        assert len(token_N[chosen.kept_P].unique()) == 12
+        is_reached_N[chosen.kept_P] = True
+        sums.append(float(value_N[chosen.kept_P] @ chosen.weight_P.double()))
+    error = np.std(sums) / len(sums) ** 0.5
+    assert abs(np.mean(sums) - float(value_N.sum())) < 4 * error
+    assert is_reached_N.all()
+
+
+def test_covering_equals_a_loop():
+    for seed in range(30):
+        token_N, count_e, score_N = _some_pairs(9, 3, 5, seed)
+        score_N = (score_N * 4).round()  # ties
+        room_e = np.random.default_rng(seed).integers(0, 4, 5)
+        expert_N = np.repeat(np.arange(5), count_e)
+        want, open_tokens, room = set(), set(range(9)), room_e.tolist()
+        for turn in range(3):
+            asking = []
+            for token in open_tokens:
+                mine = [n for n in range(27) if token_N[n] == token]
+                asking.append(sorted(mine, key=lambda n: (-score_N[n].item(), n))[turn])
+            for n in sorted(asking, key=lambda n: (-score_N[n].item(), int(token_N[n]))):
+                if room[expert_N[n]]:
+                    room[expert_N[n]] -= 1
+                    want.add(n)
+            open_tokens -= {int(token_N[n]) for n in want}
+        got = covering(score_N, token_N, count_e, room_e)
+        assert set(got.nonzero().flatten().tolist()) == want
 
 
 @pytest.mark.parametrize(

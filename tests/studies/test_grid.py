@@ -42,10 +42,18 @@ def test_a_run_survives_its_row():
     assert its.arm.name == "sampled C0@0-50@10 draw=forward exact_layers=[0, -1]"
 
 
+def test_arms_that_choose_their_rate_say_so():
+    arm = Arm.from_dict({"rate": "auto", "draw": "forward", "auto": {"target": 0.1, "high": 0.9}})
+    assert arm.name == "sampled auto target=0.1 high=0.9 draw=forward"
+    assert Arm.from_dict({"rate": "auto"}).name == "sampled auto"
+    assert not arm.is_exact
+    assert Arm.from_dict(arm.to_dict()) == arm
+
+
 def test_rows_of_earlier_versions_mean_the_same():
     """A setting added later takes its default."""
     values = run(arm={"rate": 0.5}).to_dict()
-    del values["protocol"]["bf16"], values["arm"]["save"]
+    del values["protocol"]["bf16"], values["arm"]["save"], values["arm"]["auto"]
     assert Run.from_dict(values).key == run(arm={"rate": 0.5}).key
 
 

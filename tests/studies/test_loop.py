@@ -102,6 +102,15 @@ def test_exact_layers_keep_everything(cache):
         loop.train(run(arm={"rate": 0.5, "exact_layers": [2]}), cache)
 
 
+def test_rows_show_the_rates_of_the_layers(cache):
+    auto = {"target": 1e9, "high": 0.5, "warmup_steps": 2}
+    row = loop.train(run(arm={"rate": "auto", "auto": auto, "exact_layers": [1]}), cache)
+    assert row["arm"].startswith("sampled auto target=1000000000.0 warmup_steps=2")
+    assert row["rate"] == "auto"
+    assert row["rates"] == [[1, 0.0, 0.0], [2, 0.0, 0.0], [3, 0.5, 0.0], [4, 0.5, 0.0]]
+    assert 0.75 < row["backward_fraction"] < 1
+
+
 def test_token_losses_reach_the_rule(cache):
     row = loop.train(run(arm={"rate": 0.5, "selection": "token_loss"}), cache)
     assert math.isfinite(row["val_loss"])

@@ -29,6 +29,7 @@ slow = [pytest.mark.dist, pytest.mark.slow]
         (["train", "--data.blok_size", "8"], "the nearest valid one is 'data.block_size'"),
         (["train", "--recalibration.rat=1"], "the nearest valid one is 'recalibration.rate'"),
         (["train", "--recalibration.rate", "1.5"], "recalibration.rate=1.5: allowed is"),
+        (["train", "--recalibration.auto.low=0.7"], "auto.low=0.7, auto.high=0.5: allowed is"),
         (["train", "--data.block_size", "1"], "data.block_size=1: must be at least 2"),
         (["train", "--nproc", "2", "--parallel.ep_size", "3"], "parallel.ep_size=3: must divide"),
         (

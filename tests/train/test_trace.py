@@ -59,6 +59,9 @@ def test_a_recomputed_forward_pass_is_recorded_once(tiny, tmp_path):
     trace = read_trace(path)
     assert [calls.step_C.tolist() for calls in trace.calls] == [[0, 0, 1, 1]] * 2
     assert [calls.micro_batch_C.tolist() for calls in trace.calls] == [[0, 1, 0, 1]] * 2
+    trace = replace(trace, info=replace(trace.info, has_pairs=True))
+    with pytest.raises(ValueError, match="rate='auto': a trace does not say"):
+        next(replay_pairs(trace, Recalibration(rate="auto")))
     with pytest.raises(ValueError, match="must be a new file"):
         job.run(replace(settings, run_dir=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()

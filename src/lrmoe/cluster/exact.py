@@ -133,6 +133,11 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
             f"selection={config.selection!r}, draw={config.draw!r}: a trace holds the LRM alone; "
             f"allowed are {', '.join(map(repr, RULES))} with draw='backward'"
         )
+    if config.is_auto:
+        raise ValueError(
+            "rate='auto': a trace does not say what rates the layers chose; only counts can be "
+            "replayed, at rates that are given"
+        )
     if config.budget.memory is not None:
         raise ValueError(
             f"budget.memory={config.budget.memory}: a trace does not say what other layers held "

@@ -2,7 +2,7 @@
 
 Each replaces how the layer selects within its quotas, on one rank, and nothing else of the layer.
 
-Shape letters: N = pairs in expert-major order, E = experts.
+Shape letters: N = pairs in expert-major order, E = experts, T = tokens, K = top-k.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from lrmoe import recalibrate
+from lrmoe import layer, recalibrate
 from lrmoe.config import Recalibration
 from lrmoe.planner.problem import Float, Int
 from lrmoe.select import Segments, Selection, sampling_sizes, select_sampled
@@ -32,12 +33,15 @@ def selecting(rule: Select | None) -> Iterator[None]:
         return
     if isinstance(rule, Predicted):
         rule.begin_step()
-    original = recalibrate._select
+    original, original_choice = recalibrate._select, recalibrate.choose_pairs
     recalibrate._select = rule  # type: ignore[assignment]
+    if isinstance(rule, Covering):
+        layer.choose_pairs = partial(rule.note_tokens, original_choice)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         recalibrate._select = original
+        layer.choose_pairs = original_choice  # type: ignore[attr-defined]
 
 
 def make(name: str | None) -> Select | None:
@@ -142,6 +146,79 @@ class Predicted:
         self._calls = 0
 
 
+class Covering:
+    """``sampled`` in which every token keeps a pair, as far as the experts' quotas have room.
+
+    Which pair that is follows from the scores and not from the draw: it is kept for certain, with
+    weight 1. The rest of an expert's quota is drawn from its other pairs, with the inverse of their
+    probability as weight. Given the scores, every pair is reachable, so the estimate is unbiased.
+    """
+
+    def __init__(self) -> None:
+        self._token_N: torch.Tensor | None = None
+
+    def note_tokens(self, choose: Callable[..., Selection], *arguments: Any) -> Selection:
+        """Choose the pairs of a layer call, knowing whose they are."""
+        self._token_N = arguments[3].token_N
+        return choose(*arguments)
+
+    def __call__(
+        self,
+        score_N: torch.Tensor,
+        count_e: Int,
+        quota_e: Int,
+        share_e: Float | None,
+        config: Recalibration,
+        generator: torch.Generator,
+    ) -> Selection:
+        """The rule inside one layer call."""
+        _refuse(share_e, config)
+        assert self._token_N is not None
+        # One place stays for the draw wherever something is dropped, or its pairs would be lost.
+        room_e = np.where(quota_e < count_e, np.maximum(quota_e - 1, 0), count_e)
+        is_certain_N = covering(score_N, self._token_N, count_e, room_e)
+        expert_N = Segments(count_e, score_N.device).expert_N
+        certain_e = torch.bincount(expert_N[is_certain_N], minlength=len(count_e)).numpy()
+        rest_R = (~is_certain_N).nonzero().squeeze(1)
+        segments = Segments(count_e - certain_e, score_N.device)
+        size_R = sampling_sizes(score_N[rest_R], segments, config.min_inclusion)
+        drawn = select_sampled(size_R, segments, quota_e - certain_e, generator)
+        weight_N = is_certain_N.to(drawn.weight_P.dtype)
+        weight_N[rest_R[drawn.kept_P]] = drawn.weight_P
+        kept_P = weight_N.nonzero().squeeze(1)
+        return Selection(kept_P=kept_P, weight_P=weight_N[kept_P])
+
+
+def covering(
+    score_N: torch.Tensor, token_N: torch.Tensor, count_e: Int, room_e: Int
+) -> torch.Tensor:
+    """bool [N]: a pair of each token, the highest that finds room at its expert.
+
+    Tokens ask for their pairs in the order of the scores; where an expert is asked for more than it
+    has room, the higher scores get it.
+    """
+    expert_N = Segments(count_e, score_N.device).expert_N
+    by_score = torch.sort(score_N, descending=True, stable=True).indices
+    by_token = by_score[torch.sort(token_N[by_score], stable=True).indices]
+    num_tokens = int(token_N.max()) + 1
+    room_E, is_chosen_N = (
+        torch.from_numpy(room_e.copy()),
+        torch.zeros_like(token_N, dtype=torch.bool),
+    )
+    is_open_T = torch.ones(num_tokens, dtype=torch.bool)
+    for pair_T in by_token.view(num_tokens, -1).T:
+        asking = pair_T[is_open_T]
+        asking = asking[torch.sort(score_N[asking], descending=True, stable=True).indices]
+        asking = asking[torch.sort(expert_N[asking], stable=True).indices]
+        asked_E = torch.bincount(expert_N[asking], minlength=len(room_E))
+        place = torch.arange(len(asking)) - (asked_E.cumsum(0) - asked_E)[expert_N[asking]]
+        chosen = asking[place < room_E[expert_N[asking]]]
+        is_chosen_N[chosen] = True
+        is_open_T[token_N[chosen]] = False
+        room_E -= torch.bincount(expert_N[chosen], minlength=len(room_E))
+    return is_chosen_N
+
+
 def shared_quotas(size_E: Float, count_E: Int, quota_E: Int, rho: float = 0.1) -> Int:
     """As many in total, by count times size; at least one, and at most all, of each expert."""
     mean = float((size_E * count_E).sum() / count_E.sum())
@@ -177,6 +254,7 @@ EXPERIMENTS: dict[str, Callable[[], Select]] = {
     "pooled-by-count": lambda: partial(pooled, normalised=1.0),
     "levelled-half": lambda: partial(levelled, power=0.5),
     "levelled": lambda: partial(levelled, power=0.0),
+    "covering": Covering,
     "predicted": lambda: Predicted(normalised=0.0),
     "predicted-half": lambda: Predicted(normalised=0.5),
 }

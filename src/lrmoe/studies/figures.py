@@ -140,7 +140,8 @@ def _is_plain(arm: Arm) -> bool:
 
 def _is_control(arm: Arm) -> bool:
     """Whether next to nothing is dropped: how far apart do nearly equal runs end?"""
-    return not arm.is_exact and arm.recalibration.rate_at(0) < 0.01
+    config = arm.recalibration
+    return not arm.is_exact and not config.is_auto and config.rate_at(0) < 0.01
 
 
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:

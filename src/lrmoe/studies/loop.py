@@ -66,7 +66,7 @@ def train(run: Run, cache: Path, on_step: OnStep = lambda step, steps: None) -> 
         on_step(step, run.protocol.steps)
         if not math.isfinite(trainer.loss):
             break
-        if step * _CURVE_POINTS % run.protocol.steps < _CURVE_POINTS:
+        if _is_on_curve(step, run.protocol.steps):
             few = text.validation.spread(_CURVE_BLOCKS)
             curve.append([step, round(validate(model, few, run.protocol.bf16).mean().item(), 5)])
     wall_s = time.perf_counter() - started
@@ -75,7 +75,7 @@ def train(run: Run, cache: Path, on_step: OnStep = lambda step, steps: None) -> 
     return {
         **row,
         **(_quality(loss_T, losses) if is_finite else dict.fromkeys(_QUALITY)),
-        **_work(reports),
+        **_work(reports, run.protocol.steps),
         "curve": curve,
         "step_ms": trainer.cpu_s * 1e3 / len(losses),
         "step_clock": "cpu",
@@ -97,7 +97,11 @@ def _quality(loss_T: torch.Tensor, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def _work(reports: list[list[LayerReport]]) -> dict[str, Any]:
+def _is_on_curve(step: int, steps: int) -> bool:
+    return step * _CURVE_POINTS % steps < _CURVE_POINTS
+
+
+def _work(reports: list[list[LayerReport]], steps: int) -> dict[str, Any]:
     """What the layers did, per step where it is not a share."""
     pairs = sum(r.pairs for layers in reports for r in layers)
     return {
@@ -105,6 +109,11 @@ def _work(reports: list[list[LayerReport]]) -> dict[str, Any]:
         "score_mass": fmean(r.score_mass for layers in reports for r in layers),
         "score_mass_by_layer": [
             round(fmean(r.score_mass for r in calls), 4) for calls in zip(*reports, strict=True)
+        ],
+        "rates": [
+            [step, *(r.rate for r in reports[step - 1])]
+            for step in range(1, len(reports) + 1)
+            if _is_on_curve(step, steps)
         ],
         "moe_ms": fmean(sum(r.fwd_ms + r.bwd_ms for r in layers) for layers in reports),
         "moe_clock": reports[0][0].clock,

@@ -119,14 +119,14 @@ class Arm:
         if self.is_exact:
             return "C0"
         config, default = self.recalibration, Arm().to_dict()
-        rate = config.rate
-        shown = f"{100 * rate:g}" if isinstance(rate, float) else _schedule_name(rate)
         said = {"rate", "selection", "experiment"}
         if self.experiment is not None:
             said.add("scope")  # experiments have one
         rest = {k: v for k, v in self.to_dict().items() if k not in said and v != default[k]}
+        auto = rest.pop("auto", {})
+        rest = {k: v for k, v in auto.items() if v != default["auto"][k]} | rest
         rule = self.experiment or config.selection
-        return " ".join([rule, f"C{shown}", *(f"{k}={v}" for k, v in rest.items())])
+        return " ".join([rule, _rate_name(config.rate), *(f"{k}={v}" for k, v in rest.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +179,12 @@ def protocol_from_dict(values: Mapping[str, Any]) -> Protocol:
     return Protocol(**values)
 
 
-def _schedule_name(points: Any) -> str:
-    return "-".join(f"{100 * rate:g}@{step}" for step, rate in points)
+def _rate_name(rate: Any) -> str:
+    if isinstance(rate, str):
+        return rate
+    if isinstance(rate, float):
+        return f"C{100 * rate:g}"
+    return "C" + "-".join(f"{100 * c:g}@{step}" for step, c in rate)
 
 
 def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:

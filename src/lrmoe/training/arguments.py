@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from lrmoe.config import Budget, Recalibration
+from lrmoe.config import AutoRate, Budget, Recalibration
 from lrmoe.training.settings import TrainSettings, nearest
 
 # Settings whose keys are not ours: any key below them is passed on.
@@ -53,7 +53,8 @@ def _parser() -> Any:
     parser.add_argument("--config", action="config", help="YAML file; also as first argument")
     parser.add_class_arguments(TrainSettings, skip={"recalibration"})
     # One by one: jsonargparse cannot take a dataclass with slots as a default.
-    parser.add_class_arguments(Recalibration, "recalibration", skip={"budget"})
+    parser.add_class_arguments(Recalibration, "recalibration", skip={"auto", "budget"})
+    parser.add_class_arguments(AutoRate, "recalibration.auto")
     parser.add_class_arguments(Budget, "recalibration.budget")
     return parser
 
