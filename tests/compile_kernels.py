@@ -40,7 +40,7 @@ TYPES = {
         "scores=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 kept=*i64 BLOCK=2048"
     ),
 }
-HELPERS = {"_root", "_units", "_is_capped", "_ends", "_keys"}
+HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys"}
 
 
 def main() -> None:

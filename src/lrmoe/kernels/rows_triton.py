@@ -115,6 +115,17 @@ def _fill(ids, following, entries, num_ids, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _following(entries, first, last, before, ENTRIES: tl.constexpr):
+    """The smallest entry of a bucket above another one; ``_NONE`` after the last."""
+    smallest = first * 0 + _NONE
+    for start in range(first, last, ENTRIES):
+        place = start + tl.arange(0, ENTRIES)
+        entry = tl.load(entries + place, mask=place < last, other=_NONE)
+        smallest = tl.minimum(smallest, tl.min(tl.where(entry > before, entry, _NONE), 0))
+    return smallest
+
+
+@triton.jit
 def _sum(
     rows, entries, ends, out, width, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr
 ):
@@ -125,14 +136,15 @@ def _sum(
     last = tl.load(ends + row)
     total = tl.zeros([BLOCK], dtype=WIDE)
     before = first * 0 - 1
-    for _ in range(first, last):
-        smallest = first * 0 + _NONE  # of the entries that are still to come
-        for start in range(first, last, ENTRIES):
-            place = start + tl.arange(0, ENTRIES)
-            entry = tl.load(entries + place, mask=place < last, other=_NONE)
-            smallest = tl.minimum(smallest, tl.min(tl.where(entry > before, entry, _NONE), 0))
-        before = smallest
-        total += tl.load(rows + before * width + column, mask=is_inside, other=0.0).to(WIDE)
+    for _ in range(first, last, 2):  # two rows on their way at a time
+        one = _following(entries, first, last, before, ENTRIES)
+        two = _following(entries, first, last, one, ENTRIES)
+        before = two
+        row_one = tl.load(rows + one * width + column, mask=is_inside, other=0.0)
+        is_there = is_inside & (two < _NONE)
+        row_two = tl.load(rows + two * width + column, mask=is_there, other=0.0)
+        total += row_one.to(WIDE)
+        total += row_two.to(WIDE)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
 
 

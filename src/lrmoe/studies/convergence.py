@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], section: str = "convergence") -> int:
     stages = chosen(read_stages(options.grid, options.section), options.stages)
     runs = unique_runs(stages)
     if options.list:
-        _list(runs, rows.load(options.rows))
+        _list(shard(runs, options.shard), rows.load(options.rows))
         return 0
     execute(shard(runs, options.shard), options.rows, options.cache, options.runs)
     found = rows.load(options.rows)
