@@ -1,6 +1,8 @@
 """What every test gets: a seed, one thread, poisoned memory; ``gpu`` tests skip without a GPU."""
 
+import os
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,6 +15,12 @@ else:
     # Time depends on what else the machine does; a test that hangs meets pytest's own limit.
     hypothesis.settings.register_profile("lrmoe", deadline=None)
     hypothesis.settings.load_profile("lrmoe")
+
+
+collect_ignore = [] if find_spec("triton") else ["test_triton.py"]
+if not torch.cuda.is_available():
+    # Triton's own functions are made for the interpreter when it is imported, by whomever.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items):

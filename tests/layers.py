@@ -15,7 +15,7 @@ from torch import Tensor
 from lrmoe import LayerReport, LayerState, PairRecord, Recalibration, experts, token_losses
 from lrmoe.config import SCORED_RULES, UNBIASED_RULES
 from tests import oracle
-from tests.models import relative_error
+from tests.errors import relative_error
 
 RULES = SCORED_RULES + UNBIASED_RULES
 TENSORS = ("x", "p", "gate_up", "down")

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
+from tests.errors import relative_error
+
 VOCABULARY = 64
 FAMILIES = ("qwen3", "glm", "glm_groups")
 
@@ -208,15 +210,6 @@ def gather_full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def _full(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return norm of difference / norm of reference; the former alone for a zero reference."""
-    got, want = got.detach().double(), want.detach().double()
-    if got.shape != want.shape:
-        raise ValueError(f"got shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-    scale = want.norm().item()
-    return (got - want).norm().item() / (scale or 1.0)
 
 
 def gradient_errors(got: Gradients, want: Gradients) -> dict[str, float]:

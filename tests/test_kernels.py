@@ -19,7 +19,7 @@ from lrmoe.kernels.gated import (
 )
 from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
 from lrmoe.kernels.rows import gather_rows, sum_rows
-from tests.models import relative_error
+from tests.errors import relative_error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Of one product, relative to its norm: the rounding of the result, not of a long sum.

@@ -25,6 +25,7 @@ from lrmoe.kernels.rows import row_norm_sq
 from lrmoe.pairs import sort_pairs
 from lrmoe.state import _ranks_per_node
 from tests import oracle
+from tests.errors import relative_error
 from tests.layers import (
     RULES,
     TENSORS,
@@ -39,7 +40,6 @@ from tests.layers import (
     run_layer,
     worst,
 )
-from tests.models import relative_error
 
 RATES = (0, 0.2, 0.5, 0.9)
 FLOATS = (torch.float32, torch.float64)

@@ -14,15 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from lrmoe import select
+from lrmoe.kernels import gated, gated_triton, grouped_gemm, rows, rows_triton, select_triton
+from tests.errors import relative_error
+
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
-pytest.importorskip("triton")
-
-from lrmoe import select  # noqa: E402
-from lrmoe.kernels import gated, gated_triton, grouped_gemm, rows, rows_triton, select_triton  # noqa: E402
-from tests.models import relative_error  # noqa: E402
-
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOLERANCE = {

@@ -38,7 +38,7 @@ from tests.layers import (
     run_layer,
     worst,
 )
-from tests.models import relative_error
+from tests.errors import relative_error
 from tests.ranks import rank_device, run_ranks
 
 pytestmark = pytest.mark.dist

@@ -24,7 +24,7 @@ from lrmoe.planner import Costs
 from lrmoe.step_memory import StepMemory
 from tests.dist.test_layer import local, make_job
 from tests.layers import TENSORS, make_case, oracle_gradients, run_layer
-from tests.models import relative_error
+from tests.errors import relative_error
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -21,7 +21,7 @@ from lrmoe.dispatch import local_instances
 from lrmoe.replicas import Slots
 from tests.dist.test_layer import Job, local, make_job, union
 from tests.layers import TENSORS, TOLERANCE, oracle_gradients, run_layer
-from tests.models import relative_error
+from tests.errors import relative_error
 from tests.ranks import rank_device, run_ranks
 
 pytestmark = pytest.mark.dist
