@@ -129,6 +129,10 @@ def rule_name(arm: Arm) -> str:
     return (arm.experiment or config.selection) + forward
 
 
+def _color(rule: str) -> str:
+    return _COLORS.get(rule, "#444444")
+
+
 def _is_plain(arm: Arm) -> bool:
     """Whether nothing but rule, draw and rate differs from the default."""
     config = arm.recalibration
@@ -161,7 +165,7 @@ def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
             means = [0.0] + [c["excess"].mean for c in mine]
             errors = [0.0] + [c["excess"].standard_error or 0.0 for c in mine]
             axes.errorbar(
-                rates, means, errors, fmt="o-", ms=4, capsize=3, label=rule, color=_COLORS[rule]
+                rates, means, errors, fmt="o-", ms=4, capsize=3, label=rule, color=_color(rule)
             )
         seeds = max(c["excess"].count for c in shown if c["protocol"] == protocol)
         axes.axhline(0, color="black", lw=0.8)
@@ -184,7 +188,7 @@ def _arms(comparisons: Sequence[dict[str, Any]]) -> Figure:
         names = [c["arm"].name for c in mine]
         means = [c["excess"].mean if math.isfinite(c["excess"].mean) else 0.0 for c in mine]
         errors = [c["excess"].standard_error or 0.0 for c in mine]
-        colors = [_COLORS[rule_name(c["arm"])] for c in mine]
+        colors = [_color(rule_name(c["arm"])) for c in mine]
         axes.barh(names, means, xerr=errors, color=colors, alpha=0.7, capsize=2)
         for i, c in enumerate(mine):
             axes.plot(c["excess_by_seed"], [i] * len(c["excess_by_seed"]), "k.", ms=4)
@@ -216,7 +220,7 @@ def _where(runs: Sequence[Row]) -> Figure:
         for (rule, its_rate), values in changes.items():
             if its_rate == rate:
                 mean = [sum(v) / len(v) for v in zip(*values, strict=True)]
-                axes.plot((10, 25, 50, 75, 90), mean, "o-", ms=4, label=rule, color=_COLORS[rule])
+                axes.plot((10, 25, 50, 75, 90), mean, "o-", ms=4, label=rule, color=_color(rule))
         axes.axhline(0, color="black", lw=0.8)
         axes.set_title(f"C{100 * rate:g}, all runs from scratch", fontsize="small")
         axes.set(xlabel="quantile of the tokens' losses, %", ylabel="loss over C0, nats")
@@ -242,7 +246,7 @@ def _averaging(gradients: Sequence[Row]) -> Figure:
             if row["rate"] == rate:
                 rule = _row_rule(row)
                 counts, errors = zip(*row["groups"][group]["error_mean_by_batches"], strict=True)
-                axes.loglog(counts, errors, "o-", ms=3, label=rule, color=_COLORS[rule])
+                axes.loglog(counts, errors, "o-", ms=3, label=rule, color=_color(rule))
         title = f"{study}, step {step}: {_GROUPS[group]}, C{100 * rate:g}"
         axes.set_title(title, fontsize="small")
         axes.set(xlabel="batches averaged", ylabel="error of the mean gradient, relative")
@@ -312,7 +316,7 @@ def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figur
         for arm, excess, errors in explained:
             place = (max(errors[key], least), max(excess, least))
             mark = "o" if arm.recalibration.is_unbiased else "s"
-            axes.plot(*place, mark, color=_COLORS[rule_name(arm)])
+            axes.plot(*place, mark, color=_color(rule_name(arm)))
             axes.annotate(arm.name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
         axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
         axes.grid(alpha=0.3, which="both")
