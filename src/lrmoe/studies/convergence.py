@@ -120,7 +120,14 @@ def describe(protocol: Protocol) -> str:
     sizes = [f"{_SIZES[k]} {v}" for k, v in protocol.overrides.items() if k in _SIZES]
     rest = [
         f"{name}={getattr(protocol, name)}"
-        for name in ("regime", "learning_rate", "optimizer", "bf16", "max_grad_norm")
+        for name in (
+            "regime",
+            "blocks_per_step",
+            "learning_rate",
+            "optimizer",
+            "bf16",
+            "max_grad_norm",
+        )
         if getattr(protocol, name) != getattr(default, name)
     ]
     model = " ".join([protocol.model, *([f"({', '.join(sizes)})"] if sizes else [])])

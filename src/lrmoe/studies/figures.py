@@ -42,6 +42,7 @@ _COLORS = {
 # Rules of the figure over rates; the bars show all arms.
 _RATE_RULES = ("sampled", "sampled, drawn forward", "random_unbiased", "top")
 _PEER = "symi C0"  # what races are measured against, as in the paper
+_FINAL_STEPS, _FINAL_SEEDS, _LOW_RATE = 2000, 5, 0.2
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 
 
@@ -87,6 +88,9 @@ def figures(
         found["convergence_rates"] = _rates(comparisons)
         found["convergence_arms"] = _arms(comparisons)
         found["convergence_where"] = _where(runs)
+    finals = [c for c in comparisons if _is_final(c)]
+    if finals:
+        found["convergence_finalists"] = _finalists(finals)
     if gradients:
         found["gradient_averaging"] = _averaging(gradients)
         found["gradient_bias"] = _bias(gradients)
@@ -146,6 +150,40 @@ def _is_control(arm: Arm) -> bool:
     """Whether next to nothing is dropped: how far apart do nearly equal runs end?"""
     config = arm.recalibration
     return not arm.is_exact and not config.is_auto and config.rate_at(0) < 0.01
+
+
+def _is_final(comparison: dict[str, Any]) -> bool:
+    """Whether it is one of the bars of the default rule: long runs, and seeds enough."""
+    arm, excess = comparison["arm"], comparison["excess"]
+    is_default = _is_plain(arm) and rule_name(arm) == "sampled" and not arm.is_exact
+    is_long = comparison["protocol"].steps >= _FINAL_STEPS
+    return is_default and is_long and excess.count >= _FINAL_SEEDS
+
+
+def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
+    """The default rule after long runs: every seed, the mean, and its 95 % bound."""
+    figure, (axes,) = _panels(1, width=7.6, height=3.6)
+    protocols = _protocols(finals)
+    for comparison in finals:
+        rate = comparison["arm"].recalibration.rate
+        place = protocols.index(comparison["protocol"]) + (-0.15 if rate <= _LOW_RATE else 0.15)
+        color = f"C{0 if rate <= _LOW_RATE else 1}"
+        excess, seeds = comparison["excess"], comparison["excess_by_seed"]
+        axes.plot([place] * len(seeds), seeds, ".", color=color, alpha=0.5)
+        axes.plot(place, excess.mean, "o", color=color, label=f"C{100 * rate:g}")
+        axes.plot([place] * 2, [excess.mean, excess.bound], "-", color=color)
+        axes.plot(place, excess.bound, "_", color=color, ms=12)
+    axes.axhline(0, color="black", lw=0.8)
+    names = ["\n".join(wrap(describe(p), 34)) for p in protocols]
+    axes.set_xticks(range(len(protocols)), names, fontsize="x-small")
+    axes.set_xlim(-0.5, len(protocols) - 0.5)
+    axes.set_ylabel("validation loss over C0, %", fontsize="small")
+    axes.set_title("seeds (dots), mean, one-sided 95 % bound of the mean", fontsize="small")
+    axes.grid(alpha=0.3, axis="y")
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    axes.legend(shown.values(), shown.keys(), fontsize="x-small")
+    return figure
 
 
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
