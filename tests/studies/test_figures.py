@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from lrmoe.config import SCORED_RULES, UNBIASED_RULES
 from lrmoe.studies import figures
+from lrmoe.studies.experiments import EXPERIMENTS
 from lrmoe.studies.settings import Arm
 from tests.studies.grids import row
 
@@ -113,3 +115,7 @@ def test_what_has_no_rows_is_left_out(results, tmp_path, capsys):
 
 def test_one_run_without_a_partner_draws_nothing(tmp_path):
     assert figures.figures([row(0, {"rate": 0.5})], []) == {}
+
+
+def test_every_rule_has_a_color():
+    assert {*SCORED_RULES, *UNBIASED_RULES, *EXPERIMENTS} <= set(figures._COLORS)
