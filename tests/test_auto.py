@@ -371,6 +371,23 @@ def test_budgets_may_drop_up_to_the_highest_rate():
     run_layer(make_case(num_tokens=16, dtype=torch.float32), config)
 
 
+def test_layers_leave_room_for_what_later_ones_keep_at_the_highest_rate():
+    held_3W, budget = np.array([[0], [0], [2]]), Budget(memory=1 << 30, c_max=0.1)
+    reserved = []
+    for config in (
+        Recalibration(rate="auto", auto=AutoRate(high=0.5), budget=budget),
+        Recalibration(rate=0.5, budget=budget),
+        Recalibration(rate=0.1, budget=budget),
+    ):
+        state = LayerState(config)
+        shape = state.shape(_sizes(), 1, 64, 2)
+        problem = state.problem(
+            np.array([[64, 64]]), shape, 0, held_3W=held_3W, rate=Fraction(1, 10)
+        )
+        reserved.append(problem.reserved_W.tolist())
+    assert reserved[0] == reserved[1] != reserved[2]
+
+
 def _sizes():
     from lrmoe.state import LayerSizes
 

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from lrmoe.config import SCORED_RULES, UNBIASED_RULES
 from lrmoe.studies import figures
+from lrmoe.studies.experiments import EXPERIMENTS
 from lrmoe.studies.settings import Arm
 from tests.studies.grids import row
 
@@ -142,3 +144,7 @@ def test_races_are_measured_against_symi_seed_by_seed(tmp_path):
 
 def test_one_run_without_a_partner_draws_nothing(tmp_path):
     assert figures.figures([row(0, {"rate": 0.5})], []) == {}
+
+
+def test_every_rule_has_a_color():
+    assert {*SCORED_RULES, *UNBIASED_RULES, *EXPERIMENTS} <= set(figures._COLORS)

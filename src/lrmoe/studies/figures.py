@@ -36,6 +36,7 @@ _COLORS = {
     "pooled-by-count": "#55bbbb",
     "levelled": "#dd4444",
     "levelled-half": "#ee8888",
+    "covering": "#cc44cc",
     "predicted": "#996633",
     "predicted-half": "#339966",
 }
