@@ -43,7 +43,10 @@ def define(
 
         def on_cuda(*arguments: Any) -> Any:
             kernels = _kernels(triton_module)
-            return (reference if kernels is None else getattr(kernels, name))(*arguments)
+            if kernels is None:
+                return reference(*arguments)
+            with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+                return getattr(kernels, name)(*arguments)
 
         _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=fills))
         _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
