@@ -45,7 +45,8 @@ def define(
             kernels = _kernels(triton_module)
             if kernels is None:
                 return reference(*arguments)
-            with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+            # Triton launches on the current device.
+            with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
                 return getattr(kernels, name)(*arguments)
 
         _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=fills))
