@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 from scipy.stats import f as f_distribution
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lrmoe import LayerState, Recalibration, compute, experts, layer, score, select, token_losses
+from lrmoe import (
+    Budget,
+    LayerState,
+    Recalibration,
+    compute,
+    experts,
+    layer,
+    score,
+    select,
+    token_losses,
+)
 from lrmoe.config import UNBIASED_RULES
 from lrmoe.kernels import grouped_gemm, scratch
 from lrmoe.kernels.rows import row_norm_sq
@@ -505,6 +515,17 @@ def test_the_forward_draw_saves_less_the_more_is_dropped(save):
     else:  # with one rank the inputs are the layer's own: what is left are a few bytes per pair
         own, pairs = case.x.nbytes, case.expert.numel()
         assert own <= saved["forward", 0.8] < saved["forward", 0.5] < full < own + 48 * pairs
+
+
+def test_under_a_budget_one_rank_saves_the_inputs_of_kept_pairs_alone():
+    case = make_case(256, top_k=1, num_experts=8, hidden=64, width=64, dtype=torch.float32)
+    free = Recalibration(rate=0.9, draw="forward", save="inputs")
+    bound = replace(free, budget=Budget(memory=10**9, c_max=0.9))
+    run, run_bound = run_layer(case, free), run_layer(case, bound)
+    assert run.report.memory["saved"] >= case.x.nbytes
+    assert run_bound.report.memory["saved"] < 0.3 * case.x.nbytes
+    for name in TENSORS:
+        assert relative_error(run_bound.grads[name], run.grads[name]) < 1e-6
 
 
 @pytest.mark.parametrize("draw", ["backward", "forward"])

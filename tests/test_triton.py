@@ -152,6 +152,28 @@ def test_swiglu_equals_the_reference(dtype, shape):
     assert relative_error(inner, want[2]) <= 1e-5
 
 
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 7), (torch.bfloat16, 6)])
+def test_swiglu_takes_the_padded_rows_that_grouped_mm_makes(dtype, width):
+    offsets = _ids([2, 5], torch.int32)
+    x, weight = _tensor(5, 16, dtype=dtype), _tensor(2, 2 * width, 16, dtype=dtype)
+    gate_up = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    grad_h = torch.nn.functional.grouped_mm(x, weight[:, :width].transpose(1, 2), offs=offsets)
+    if not HAS_CUDA:
+        assert not gate_up.is_contiguous()  # else this tests nothing
+    scale, row_ids = torch.rand(5, device=DEVICE), torch.arange(5, device=DEVICE)
+    scaled = torch.full((5, width), NAN, dtype=dtype, device=DEVICE)
+    norm_sq, inner = (torch.full((5,), NAN, device=DEVICE) for _ in range(2))
+    gated_triton.swiglu_forward(gate_up, scale, scaled, norm_sq)
+    want = gated.gated_forward_reference(gate_up.double(), scale.double(), None)
+    assert relative_error(scaled, want[0]) <= TOLERANCE[dtype]
+    grad_gate_up = torch.full((5, 2 * width), NAN, dtype=dtype, device=DEVICE)
+    gated_triton.swiglu_backward(gate_up, row_ids, grad_h, scale, grad_gate_up, scaled, inner)
+    want = gated.gated_backward_reference(
+        gate_up.double(), row_ids, grad_h.double(), scale.double(), None
+    )
+    assert relative_error(grad_gate_up, want[0]) <= TOLERANCE[dtype]
+
+
 def test_swiglu_hides_no_non_finite_value():
     gate_up = torch.tensor([[NAN, 1.0, 1.0, 1.0], [1.0, 1.0, INF, 1.0]], device=DEVICE)
     scaled, norm_sq = torch.empty(2, 2, device=DEVICE), torch.empty(2, device=DEVICE)

@@ -135,7 +135,13 @@ def send_tokens(
     """
     device = x_TD.device
     token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
-    needed_WT, _ = count_token_rows(token_M, sending.rank_M, x_TD.shape[0], exchange.num_ranks)
+    needed_WT, _ = count_token_rows(
+        token_M,
+        sending.rank_M,
+        x_TD.shape[0],
+        exchange.num_ranks,
+        keeps_rows=exchange.keeps_rows,
+    )
     rows = token_rows(needed_WT, token_M, sending.rank_M, splits.send_rows_W)
     x_UD = send_rows(x_TD, rows.token_U, splits, exchange)
     notes = exchange.all_to_all(_pack(rows.row_P, p_M), splits.send_pairs_W, splits.receive_pairs_W)
@@ -221,7 +227,9 @@ def announce_kept(
         if selection.instance_P is not None:
             is_moved_M = instance_M != forward_N[kept_M]
     token_M = pairs.token_N[kept_M]
-    needed_WT, rows_W = count_token_rows(token_M, rank_M, num_tokens, num_ranks)
+    needed_WT, rows_W = count_token_rows(
+        token_M, rank_M, num_tokens, num_ranks, keeps_rows=exchange.keeps_rows
+    )
     moved_M = None if is_moved_M is None else is_moved_M.nonzero().squeeze(1)  # device sync
     moved_WT, moved_rows_W = None, None
     if not plan.is_home_only:
@@ -304,7 +312,9 @@ def _backward_splits(
     splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
-    if W == 1 and plan.backward_WV is not None:  # the rows are all tokens: nothing to ask
+    if (
+        exchange.keeps_rows and plan.backward_WV is not None
+    ):  # the rows are all tokens: nothing to ask
         pairs_WW = pairs_by_rank(plan, plan.backward_WV)
         all_rows = forward_splits.send_rows_W
         return plan.backward_WV, _splits(0, pairs_WW, all_rows, all_rows), None

@@ -28,6 +28,8 @@ class Exchange:
         self.group = group
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.keeps_rows = self.num_ranks == 1
+        """Whether tokens stay where they are and every one is a row: no list of rows is made."""
         self.sent_bytes = 0
         # Random streams of ranks that hold the same experts in other groups must differ too.
         self.global_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

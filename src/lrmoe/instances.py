@@ -48,12 +48,16 @@ def with_kept_pairs(
 ) -> compute.Experts:
     """The instances again, where some replica has kept pairs and had none in the forward pass.
 
-    Its weights are sent now, since the gate_up outputs of those pairs are made from them.
+    Its weights are sent now, since the gate_up outputs of those pairs are made from them, and are
+    waited for: the backward pass counts on the slots to hold what was sent.
     """
     is_new_V = (pairs_WV.sum(0) > 0) & (record.plan.forward_WV.sum(0) == 0)
     if not is_new_V.any():  # as every rank finds
         return local
-    return local_experts(record, exchange, local.home, local.act, pairs_WV)
+    local = local_experts(record, exchange, local.home, local.act, pairs_WV)
+    if local.replicas is not None:
+        local.replicas()
+    return local
 
 
 def groups(order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange) -> compute.Groups:

@@ -120,6 +120,8 @@ def experts(
         refuse_call(exchange, gate_up_proj, state)
         raise
     state = state if state is not None else LayerState()
+    if state.config.budget.memory is not None:
+        exchange.keeps_rows = False  # budgets count the rows of the pairs alone
     span = Span(hidden_states.device, exchange.num_ranks)
     needs_grad = [
         torch.is_grad_enabled() and t.requires_grad
@@ -265,7 +267,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             if not (plan.keeps_all and plan.backward_is_forward):
                 # With one rank the rows are the layer's own input, which costs nothing to keep.
                 num_rows = (
-                    None if exchange.num_ranks == 1 else int(announced.splits.receive_rows_W.sum())
+                    None if exchange.keeps_rows else int(announced.splits.receive_rows_W.sum())
                 )
                 local = with_kept_pairs(local, record, exchange, announced.kept_WV)
                 kept, x_UD, gate_up_R2F = kept_pairs(

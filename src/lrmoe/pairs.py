@@ -93,7 +93,7 @@ def message_order(
 class TokenRows:
     """The rows a rank sends: every token once per destination that needs it.
 
-    With one rank nothing is sent: the tokens are the rows, as they lie.
+    With one rank nothing need be sent: the tokens are the rows, as they lie.
     """
 
     # int64, destination-major, ascending inside a destination; None: every token, in order
@@ -102,19 +102,27 @@ class TokenRows:
 
 
 def count_token_rows(
-    token_P: torch.Tensor, rank_P: torch.Tensor, num_tokens: int, num_ranks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W]."""
-    if num_ranks == 1:
-        everything_1T = token_P.new_ones(1, num_tokens, dtype=torch.bool)
-        return everything_1T, token_P.new_full((1,), num_tokens)
+    token_P: torch.Tensor,
+    rank_P: torch.Tensor,
+    num_tokens: int,
+    num_ranks: int,
+    *,
+    keeps_rows: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W].
+
+    Args:
+        keeps_rows: every token is a row of the one rank there is; the first result is ``None``.
+    """
+    if keeps_rows:
+        return None, token_P.new_full((1,), num_tokens)
     needed_WT = torch.zeros(num_ranks, num_tokens, dtype=torch.bool, device=token_P.device)
     needed_WT[rank_P, token_P] = True
     return needed_WT, needed_WT.sum(1)
 
 
 def token_rows(
-    needed_WT: torch.Tensor, token_P: torch.Tensor, rank_P: torch.Tensor, rows_W: Int
+    needed_WT: torch.Tensor | None, token_P: torch.Tensor, rank_P: torch.Tensor, rows_W: Int
 ) -> TokenRows:
     """Lay the needed rows out by destination.
 
@@ -122,7 +130,7 @@ def token_rows(
         rows_W: host row counts of the payload. Larger than the number of needed rows where they are
             a bound: the rows beyond are padding that no pair names.
     """
-    if len(needed_WT) == 1:
+    if needed_WT is None:
         return TokenRows(token_U=None, row_P=token_P.to(torch.int32))
     row_WT = needed_WT.cumsum(1) - 1
     start_W = upload(rows_W.cumsum() - rows_W, token_P.device)

@@ -180,9 +180,11 @@ def add_replica_gradients(
     expert_u, row_n = np.unique(routes.send_expert_n, return_inverse=True)
     expert_ids = upload(expert_u, grad_eAB.device)
     parts = torch.cat([grad_eAB.index_select(0, expert_ids), returned_nAB])
-    of_part = upload(np.concatenate([np.arange(len(expert_u)), row_n]), grad_eAB.device)
-    total_uAB = sum_rows(parts.flatten(1), of_part, len(expert_u)).view(-1, *grad_eAB.shape[1:])
-    return grad_eAB.index_copy_(0, expert_ids, total_uAB)
+    of_part_n = upload(np.concatenate([np.arange(len(expert_u)), row_n]), grad_eAB.device)
+    A = grad_eAB.shape[1]
+    of_row = of_part_n[:, None] * A + torch.arange(A, device=grad_eAB.device)
+    totals = sum_rows(parts.flatten(0, 1), of_row.flatten(), len(expert_u) * A)
+    return grad_eAB.index_copy_(0, expert_ids, totals.view(-1, *grad_eAB.shape[1:]))
 
 
 def replicas_needed(plan: Plan, needed_V: Int) -> bool:

@@ -434,7 +434,9 @@ def _gather_counts(
     is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
     expert_N = pairs.expert_N.clamp(0, num_experts - 1)
     home_N = expert_N // (num_experts // W)
-    _, rows_W = count_token_rows(pairs.token_N, home_N, top_k_index_TK.shape[0], W)
+    _, rows_W = count_token_rows(
+        pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
+    )
     num_outside = is_outside_N.sum()[None]
     said = upload(np.array([*held, _node(), needs], np.int64), device)
     counts_E = count(expert_N, num_experts)

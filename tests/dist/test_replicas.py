@@ -150,6 +150,13 @@ def test_replicas_may_be_idle_in_either_pass():
         for idle in ((), ("forward",), ("backward",), ("forward", "backward"))
         for config in CONFIGS
     ]
+    # nothing of the forward pass but the recomputation needs the weights that are sent for it
+    jobs += [
+        (seed, ("forward",), make_job((11, 14), config, num_experts=8, top_k=3))
+        for seed in range(8)
+        for scope in ("local", "global")
+        for config in (Recalibration(rate=0.5, draw="forward", save="inputs", scope=scope),)
+    ]
     ranks = run_ranks(_run_idle, 2, jobs)
     for i, (_, _, job) in enumerate(jobs):
         _assert_equal_to_the_oracle(job, [done[i] for done in ranks])

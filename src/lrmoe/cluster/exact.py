@@ -82,6 +82,7 @@ class ThreadExchange(Exchange):
     def __init__(self, shared: Shared, rank: int, first_rank: int) -> None:
         super().__init__(None)
         self.num_ranks, self.rank = shared.num_ranks, rank
+        self.keeps_rows = shared.num_ranks == 1
         self.global_rank, self.group_key = first_rank + rank, first_rank
         self._shared = shared
 
@@ -229,10 +230,16 @@ def _rank_call(
     """What one rank does in the call, up to the row lists."""
     expert_TK = torch.from_numpy(mine.expert_TK.astype(np.int64))
     T, rank = len(expert_TK), exchange.rank
+    if state.config.budget.memory is not None:  # as in the layer
+        exchange.keeps_rows = False
     pairs, pairs_V = sort_pairs(expert_TK), made.forward_WV[rank]
     order = message_order(made, forward_instances(made, pairs_V, _CPU), pairs_V, _CPU)
     _, rows_W = count_token_rows(
-        order.to_message(pairs.token_N), order.rank_M, T, exchange.num_ranks
+        order.to_message(pairs.token_N),
+        order.rank_M,
+        T,
+        exchange.num_ranks,
+        keeps_rows=exchange.keeps_rows,
     )
     rows_WW = exchange.all_gather_counts(rows_W)
     call = CallRecord(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lrmoe.kernels.ops import define
+from lrmoe.kernels.ops import define, triton_kernels
 from lrmoe.kernels.scratch import scratch
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -121,6 +121,8 @@ def _gated(gate_up: torch.Tensor, act: Activation | None) -> torch.Tensor:
 
 
 def _is_fused(rows: torch.Tensor) -> bool:
+    if rows.is_cuda and triton_kernels("gated_triton") is None:
+        return False
     return rows.dtype in _FUSED.get(rows.device.type, ())
 
 

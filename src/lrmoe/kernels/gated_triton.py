@@ -23,6 +23,7 @@ def swiglu_forward(
 ) -> None:
     """Fill the last two. Moves ``3 R F`` entries and ``2 R`` scalars."""
     R, F = scaled_RF.shape
+    gate_up_R2F = gate_up_R2F.contiguous()  # grouped_mm pads odd widths
     if R:
         _forward[(R,)](gate_up_R2F, scale_R, scaled_RF, norm_sq_R, F, BLOCK=_block(F))
 
@@ -38,6 +39,8 @@ def swiglu_backward(
 ) -> None:
     """Fill the last three. Moves ``6 P F`` entries and ``3 P`` scalars."""
     P, F = grad_h_PF.shape
+    # grouped_mm pads odd widths
+    gate_up_R2F, grad_h_PF = gate_up_R2F.contiguous(), grad_h_PF.contiguous()
     if P:
         _backward[(P,)](
             gate_up_R2F,

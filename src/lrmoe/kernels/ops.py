@@ -42,7 +42,7 @@ def define(
         name = reference.__name__
 
         def on_cuda(*arguments: Any) -> Any:
-            kernels = _kernels(triton_module)
+            kernels = triton_kernels(triton_module)
             if kernels is None:
                 return reference(*arguments)
             # Triton launches on the current device.
@@ -60,7 +60,8 @@ def define(
 
 
 @cache
-def _kernels(module: str) -> ModuleType | None:
+def triton_kernels(module: str) -> ModuleType | None:
+    """A module of Triton kernels in ``lrmoe.kernels``; ``None`` and a warning without Triton."""
     try:
         return import_module(f"lrmoe.kernels.{module}")
     except ModuleNotFoundError as error:

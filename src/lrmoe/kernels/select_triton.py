@@ -137,7 +137,8 @@ def _units(sizes, first, place, count):
 def _is_capped(units, room, rest):
     """Whether a pair's share of what is left of the quota reaches 1 (``rest``: with its own)."""
     others = rest - units
-    margin = tl.where(room > 1, others >> 20, 0)
+    # Less than one's own size, so that no more pairs are capped than there is room for.
+    margin = tl.where(room > 1, tl.minimum(others >> 20, units - 1), 0)
     return (units > 0) & (room > 0) & (units * (room - 1) + margin >= others)
 
 
