@@ -314,8 +314,15 @@ def _units(size_N: torch.Tensor) -> torch.Tensor:
 
 
 def _running(value_N: torch.Tensor) -> torch.Tensor:
-    """Sums of the first 0, 1, ..., N values."""
-    return torch.nn.functional.pad(value_N.cumsum(0), (1, 0))
+    """Sums of the first 0, 1, ..., N values; none is finite if the total is not.
+
+    Whole numbers, of which floats are made too (the total is 2^52): their sums are the same every
+    time, also on devices that add up floats in any order.
+    """
+    if not value_N.is_floating_point():
+        return torch.nn.functional.pad(value_N.cumsum(0), (1, 0))
+    scale = 2.0**52 / value_N.sum().clamp_min(1e-200)
+    return _running((value_N * scale).round().long()) / scale
 
 
 def _descending(score_N: torch.Tensor) -> torch.Tensor:
