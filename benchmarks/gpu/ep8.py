@@ -8,6 +8,7 @@ and gradients of replicas are left out, and every row says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
