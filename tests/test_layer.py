@@ -529,6 +529,25 @@ def test_under_a_budget_one_rank_saves_the_inputs_of_kept_pairs_alone():
 
 
 @pytest.mark.parametrize("draw", ["backward", "forward"])
+@pytest.mark.parametrize("was_bound", [False, True])
+def test_a_recomputed_call_keeps_the_budget_it_was_made_with(draw, was_bound):
+    # with one pair each, some tokens keep none
+    case = make_case(40, top_k=1, num_experts=8, hidden=16, width=16, dtype=torch.float32)
+    free = Recalibration(rate=0.6, draw=draw)
+    configs = [free, replace(free, budget=Budget(memory=10**9, c_max=0.6))]
+    state = LayerState(configs[was_bound])
+    want = run_layer(case, configs[was_bound])
+
+    def through(fn, *args):
+        output = checkpoint(fn, *args, use_reentrant=False)
+        state.config = configs[not was_bound]
+        return output
+
+    got = run_layer(case, state=state, through=through)
+    assert all(torch.equal(want.grads[n], got.grads[n]) for n in TENSORS)
+
+
+@pytest.mark.parametrize("draw", ["backward", "forward"])
 def test_saved_state_may_be_offloaded(draw):
     def offloaded(fn, *args):
         with torch.autograd.graph.save_on_cpu():

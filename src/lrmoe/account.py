@@ -15,6 +15,7 @@ import torch
 from lrmoe.compute import Experts, Gradients
 from lrmoe.dispatch import Announced, Splits, rows_to_others
 from lrmoe.exchange import Exchange
+from lrmoe.instances import has_new_instances
 from lrmoe.pairs import PairTable, forward_instances
 from lrmoe.planner.memory import LayerShape, memory_items
 from lrmoe.planner.problem import Int, Plan
@@ -92,13 +93,17 @@ def account_forward(
         tally.spans.append(("recompute_ms", span))
         return
     tally.spans.append(("fwd_ms", span))
-    is_sent_V = record.plan.is_replica & (record.plan.forward_WV.sum(0) > 0)
+    plan = record.plan
+    num_sent = int((plan.is_replica & (plan.forward_WV.sum(0) > 0)).sum())
+    kept_WV = record.kept_host[0] if record.kept_host is not None else plan.forward_WV
+    if has_new_instances(plan, kept_WV):  # the draw sent weights to those of the kept pairs
+        num_sent += int((plan.is_replica & (kept_WV.sum(0) > 0)).sum())
     tally.add(
         gemm_rows_fwd=gemm_rows,
         payload_rows_fwd=int(rows_to_others(splits.send_rows_W, exchange.rank)),
         bytes_fwd=exchange.take_sent_bytes(),
-        replicas=record.plan.num_replicas,
-        moved_weights=int(is_sent_V.sum()),
+        replicas=plan.num_replicas,
+        moved_weights=num_sent,
     )
     if record.config.draw == "forward":  # what is saved does not exist yet at the peak
         row_bytes = saved["x_UD"].shape[1] * saved["x_UD"].element_size()

@@ -40,6 +40,11 @@ def local_experts(
     return compute.Experts(home=home, replicas=arriving, act=act)
 
 
+def has_new_instances(plan: Plan, pairs_WV: Int) -> bool:
+    """Whether some instance has kept pairs and had none in the forward pass."""
+    return bool(((pairs_WV.sum(0) > 0) & (plan.forward_WV.sum(0) == 0)).any())
+
+
 def with_kept_pairs(
     local: compute.Experts,
     record: CallRecord,
@@ -51,8 +56,7 @@ def with_kept_pairs(
     Its weights are sent now, since the gate_up outputs of those pairs are made from them, and are
     waited for: the backward pass counts on the slots to hold what was sent.
     """
-    is_new_V = (pairs_WV.sum(0) > 0) & (record.plan.forward_WV.sum(0) == 0)
-    if not is_new_V.any():  # as every rank finds
+    if not has_new_instances(record.plan, pairs_WV):  # as every rank finds
         return local
     local = local_experts(record, exchange, local.home, local.act, pairs_WV)
     if local.replicas is not None:
@@ -109,7 +113,7 @@ def kept_pairs(
         if gate_up_R2F is not None:
             moved = compute.Groups(
                 offsets_e=_count_through(moved_M, rows.offsets_e),
-                home_rows=int((moved_M < rows.home_rows).sum()),
+                home_rows=int((moved_M < rows.home_rows).sum()),  # device sync
             )
             moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
             source_P = announced.forward_P.index_copy(

@@ -120,8 +120,8 @@ def experts(
         refuse_call(exchange, gate_up_proj, state)
         raise
     state = state if state is not None else LayerState()
-    if state.config.budget.memory is not None:
-        exchange.keeps_rows = False  # budgets count the rows of the pairs alone
+    # Budgets count the rows of the pairs alone.
+    exchange.keeps_rows &= state.config.budget.memory is None
     span = Span(hidden_states.device, exchange.num_ranks)
     needs_grad = [
         torch.is_grad_enabled() and t.requires_grad
@@ -145,6 +145,8 @@ def experts(
         is_differentiable=is_differentiable,
         needs_grad=needs_grad,
     )
+    # A recomputed call keeps the settings it was made with.
+    exchange.keeps_rows = exchange.num_ranks == 1 and record.config.budget.memory is None
     call = _Call(
         state=state,
         exchange=exchange,

@@ -193,6 +193,9 @@ class Tally:
 
 CLOCK_VARIABLE = "LRMOE_CLOCK"
 """Environment variable: ``cpu`` makes layers on CPUs count their own CPU time in any case."""
+_CLOCK = os.environ.get(CLOCK_VARIABLE, "wall")
+if _CLOCK not in ("wall", "cpu"):  # on import, since no rank may raise where others wait for it
+    raise ValueError(f"{CLOCK_VARIABLE}={_CLOCK!r}: allowed are 'wall', 'cpu'")
 
 
 class Span:
@@ -204,7 +207,7 @@ class Span:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
         else:
-            is_shared = num_ranks > (os.cpu_count() or 1) or os.environ.get(CLOCK_VARIABLE) == "cpu"
+            is_shared = num_ranks > (os.cpu_count() or 1) or _CLOCK == "cpu"
             self.clock = "cpu" if is_shared else "wall"
             self._now = time.process_time if is_shared else time.perf_counter
             self._start = self._now()

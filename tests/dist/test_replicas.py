@@ -158,8 +158,12 @@ def test_replicas_may_be_idle_in_either_pass():
         for config in (Recalibration(rate=0.5, draw="forward", save="inputs", scope=scope),)
     ]
     ranks = run_ranks(_run_idle, 2, jobs)
-    for i, (_, _, job) in enumerate(jobs):
+    num_counted = 0
+    for i, (_, idle, job) in enumerate(jobs):
         _assert_equal_to_the_oracle(job, [done[i] for done in ranks])
+        if idle == ("forward",) and job.config.draw == "forward":
+            num_counted += ranks[0][i].report.moved_weights
+    assert num_counted > 0
 
 
 def _assert_equal_to_the_oracle(job: Job, runs):
