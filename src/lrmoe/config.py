@@ -145,6 +145,10 @@ class Recalibration:
     """``activations`` keeps the gate_up outputs; ``inputs`` recomputes them for kept pairs."""
     min_inclusion: float = 0.1
     """rho of the specification: how much of the size of a pair in ``sampled`` is uniform."""
+    strata: str = "none"
+    """Of the unbiased rules when they draw in the backward pass. ``gradient``: pairs of an expert
+    whose tokens' output gradients point the same way are drawn evenly, which lowers the variance
+    and leaves every probability as it is (``docs/method.md``). ``none``: in random order."""
     seed: int = 0
     auto: AutoRate = field(default_factory=AutoRate)
     """Of ``rate="auto"``; other rates do not look at it."""
@@ -161,6 +165,7 @@ class Recalibration:
             "draw": ("backward", "forward"),
             "rows": ("exact", "static"),
             "save": ("activations", "inputs"),
+            "strata": ("none", "gradient"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -213,6 +218,11 @@ class Recalibration:
     def is_unbiased(self) -> bool:
         """Whether kept pairs carry the inverse of their probability of being kept."""
         return self.selection in UNBIASED_RULES
+
+    @property
+    def is_stratified(self) -> bool:
+        """Whether the draw needs the directions of the output gradients."""
+        return self.strata == "gradient" and self.is_unbiased and self.draw == "backward"
 
     @property
     def is_auto(self) -> bool:

@@ -44,7 +44,7 @@ from lrmoe.pairs import (
 )
 from lrmoe.recalibrate import choose_pairs, measure_noise, router_gradient
 from lrmoe.report import Span
-from lrmoe.score import lrm
+from lrmoe.score import direction, lrm
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 
@@ -334,6 +334,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record,
                 state,
                 exchange,
+                direction(grad_TD) if config.is_stratified else None,
             )
             announced = dispatch.announce_kept(
                 selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange

@@ -97,26 +97,31 @@ def select_sampled(
     quota_e: Int,
     generator: torch.Generator,
     share_probability_e: Float | None = None,
+    stratum_N: torch.Tensor | None = None,
 ) -> Selection:
     """Exactly ``quota`` pairs of each expert, with probabilities proportional to size (at most 1).
 
-    Systematic sampling in a random order. The weight is ``1 / P(kept)``, which makes any sum over
-    pairs unbiased.
+    Systematic sampling in the order of the strata, and in a random order without them. The weight
+    is ``1 / P(kept)``, which makes any sum over pairs unbiased, whatever the order.
 
     Args:
         size_N: float, never negative, from :func:`sampling_sizes`.
+        stratum_N: int64 in ``[0, 2^16)``: pairs with near numbers are alike. Any run of them is
+            drawn nearly as often as its sizes say, so that what is alike is not left out together.
         share_probability_e: P(quota >= 1) of a quota that was itself drawn
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
     """
     _check_quota(quota_e)
     device = size_N.device
-    shuffle_N = torch.randint(0, 1 << 48, size_N.shape, generator=generator, device=device)
+    bits = 48 if stratum_N is None else 32
+    shuffle_N = torch.randint(0, 1 << bits, size_N.shape, generator=generator, device=device)
+    key_N = shuffle_N if stratum_N is None else (stratum_N << bits) | shuffle_N
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
     kept_P, probability_P = sample_pairs(
         size_N,
         segments.device_count_e,
         upload(quota_e, device),
-        segments.sort(shuffle_N),
+        segments.sort(key_N),
         start_e,
         int(quota_e.sum()),
     )

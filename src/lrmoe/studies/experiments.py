@@ -18,11 +18,15 @@ import torch
 from lrmoe import layer, recalibrate
 from lrmoe.config import Recalibration
 from lrmoe.planner.problem import Float, Int
+from lrmoe.score import DIRECTION_BITS
 from lrmoe.select import Segments, Selection, sampling_sizes, select_sampled
 
 _DECAY = 0.9  # of what `Predicted` remembers, per step
 
-Select = Callable[[torch.Tensor, Int, Int, Float | None, Recalibration, torch.Generator], Selection]
+Select = Callable[
+    [torch.Tensor, Int, Int, Float | None, Recalibration, torch.Generator, torch.Tensor | None],
+    Selection,
+]
 
 
 @contextmanager
@@ -56,6 +60,7 @@ def pooled(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
+    direction_N: torch.Tensor | None = None,
     *,
     normalised: float,
 ) -> Selection:
@@ -77,7 +82,9 @@ def pooled(
     size_N = (1 - rho) * size_N / size_N.mean().clamp_min(1e-300) + rho
     everything = Segments(np.array([len(score_N)]), score_N.device)
     quota = np.array([int(quota_e.sum())])
-    return select_sampled(size_N, everything, quota, generator)
+    if direction_N is not None:  # by expert first
+        direction_N = ((segments.expert_N << DIRECTION_BITS) + direction_N) // len(count_e)
+    return select_sampled(size_N, everything, quota, generator, None, direction_N)
 
 
 def levelled(
@@ -87,6 +94,7 @@ def levelled(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
+    direction_N: torch.Tensor | None = None,
     *,
     power: float,
 ) -> Selection:
@@ -100,7 +108,7 @@ def levelled(
     segments = Segments(count_e, score_N.device)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)
     quota_e = shared_quotas(size_e, count_e, quota_e, rho=0.0)
-    return select_sampled(size_N, segments, quota_e, generator)
+    return select_sampled(size_N, segments, quota_e, generator, None, direction_N)
 
 
 class Predicted:
@@ -125,6 +133,7 @@ class Predicted:
         share_e: Float | None,
         config: Recalibration,
         generator: torch.Generator,
+        direction_N: torch.Tensor | None = None,
     ) -> Selection:
         """The rule inside one layer call."""
         _refuse(share_e, config)
@@ -139,7 +148,7 @@ class Predicted:
         self._mean_E[layer] = mean_E
         self._calls += 1
         size_N = sampling_sizes(score_N, segments, config.min_inclusion)
-        return select_sampled(size_N, segments, quota_e, generator)
+        return select_sampled(size_N, segments, quota_e, generator, None, direction_N)
 
     def begin_step(self) -> None:
         """The next call is of the layer that the first call was of."""
@@ -170,6 +179,7 @@ class Covering:
         share_e: Float | None,
         config: Recalibration,
         generator: torch.Generator,
+        direction_N: torch.Tensor | None = None,
     ) -> Selection:
         """The rule inside one layer call."""
         _refuse(share_e, config)
@@ -182,7 +192,10 @@ class Covering:
         rest_R = (~is_certain_N).nonzero().squeeze(1)
         segments = Segments(count_e - certain_e, score_N.device)
         size_R = sampling_sizes(score_N[rest_R], segments, config.min_inclusion)
-        drawn = select_sampled(size_R, segments, quota_e - certain_e, generator)
+        direction_R = None if direction_N is None else direction_N[rest_R]
+        drawn = select_sampled(
+            size_R, segments, quota_e - certain_e, generator, None, direction_R
+        )
         weight_N = is_certain_N.to(drawn.weight_P.dtype)
         weight_N[rest_R[drawn.kept_P]] = drawn.weight_P
         kept_P = weight_N.nonzero().squeeze(1)

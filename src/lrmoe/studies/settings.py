@@ -71,7 +71,9 @@ class Protocol:
 class Arm:
     """What the MoE layers of a run drop, and how."""
 
-    recalibration: Recalibration = field(default_factory=lambda: Recalibration(rate=0.0))
+    recalibration: Recalibration = field(
+        default_factory=lambda: Recalibration(rate=0.0, strata="none")
+    )
     """Its ``seed`` is not used: it is that of the run."""
     exact_layers: tuple[int, ...] = ()
     """MoE layers that keep every pair; negative numbers count from the last."""
@@ -108,6 +110,7 @@ class Arm:
             raise ValueError(f"arm {own!r}: has no rate")
         if "seed" in own:
             raise ValueError(f"seed={own['seed']!r} in an arm: seeds belong to the stage")
+        own.setdefault("strata", "none")  # of rows from before there were any
         layers, experiment = tuple(own.pop("exact_layers", ())), own.pop("experiment", None)
         return cls(
             recalibration=Recalibration.from_dict(own), exact_layers=layers, experiment=experiment
