@@ -175,6 +175,7 @@ def test_any_routing_equals_the_oracle(data):
         save=one_of("activations", "inputs"),
         router_grad=one_of("kept", "exact"),
         min_inclusion=one_of(0.0, 0.1, 1.0),
+        strata=one_of("none", "gradient"),
         seed=data.draw(st.integers(0, 99)),
     )
     loss = torch.randn(len(case.x))
@@ -1019,13 +1020,15 @@ def test_exact_training_passes_gradcheck(save):
 
 
 @pytest.mark.parametrize("selection", UNBIASED_RULES)
-@pytest.mark.parametrize("draw", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("draw", "strata"), [("backward", "none"), ("backward", "gradient"), ("forward", "none")]
+)
 @pytest.mark.parametrize("router_grad", ["kept", "completed"])
 @pytest.mark.parametrize(
     ("rate", "scope"), [(0.2, "local"), (0.5, "global"), (0.5, "local"), (0.9, "global")]
 )
 def test_integrated_over_the_start_the_gradient_is_the_exact_one(
-    selection, draw, router_grad, rate, scope, monkeypatch
+    selection, draw, strata, router_grad, rate, scope, monkeypatch
 ):
     # The draws of different experts may share a start: the gradient is linear in the weights.
     real, cuts, start = select.systematic_sample, set(), 0
@@ -1038,7 +1041,12 @@ def test_integrated_over_the_start_the_gradient_is_the_exact_one(
     monkeypatch.setattr(select, "systematic_sample", from_start)
     case = make_case(num_tokens=10, top_k=3)
     config = Recalibration(
-        rate=rate, scope=scope, selection=selection, draw=draw, router_grad=router_grad
+        rate=rate,
+        scope=scope,
+        selection=selection,
+        draw=draw,
+        strata=strata,
+        router_grad=router_grad,
     )
     run_layer(case, config)
     assert cuts
@@ -1056,7 +1064,43 @@ def test_integrated_over_the_start_the_gradient_is_the_exact_one(
         assert relative_error(mean[name], exact[name]) <= 1e-10, name
 
 
-def test_over_a_stack_the_mean_gradient_is_the_exact_one():
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_strata_lower_the_variance_where_gradients_come_in_kinds(scope):
+    """Tokens of eight kinds, whose gradients differ by a tenth of their length inside a kind."""
+    case = make_case(num_tokens=160, num_experts=4, top_k=2, used=range(4))
+    kind_T = torch.arange(160) % 8
+    kinds = torch.randn(8, case.x.shape[1], generator=torch.Generator().manual_seed(1)).double()
+    case = case._replace(
+        x=kinds[kind_T] + 0.1 * case.x, grad=kinds[kind_T] + 0.1 * torch.randn_like(case.x)
+    )
+    exact = oracle_gradients(case, torch.ones_like(case.p))
+    error = {}
+    for strata in ("none", "gradient"):
+        runs = [
+            run_layer(case, Recalibration(rate=0.5, scope=scope, strata=strata, seed=seed))
+            for seed in range(12)
+        ]
+        error[strata] = {
+            n: sum(((run.grads[n] - exact[n]).square().sum()) for run in runs)
+            for n in ("gate_up", "down")
+        }
+    for name in ("gate_up", "down"):
+        assert error["gradient"][name] < 0.5 * error["none"][name]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"selection": "top"}, {"draw": "forward"}, {"selection": "random"}]
+)
+def test_strata_change_nothing_where_no_gradient_is_drawn_by(settings):
+    runs = [
+        run_layer(make_case(), Recalibration(rate=0.5, strata=strata, **settings))
+        for strata in ("none", "gradient")
+    ]
+    assert torch.equal(runs[0].records[0].weight, runs[1].records[0].weight)
+
+
+@pytest.mark.parametrize("strata", ["none", "gradient"])
+def test_over_a_stack_the_mean_gradient_is_the_exact_one(strata):
     """Two layers, 2,000 draws: 64 projections of the mean against the exact gradient.
 
     Hotelling's test at a false-alarm rate of 1e-6 (fixed seed, so it passes always or never). It
@@ -1082,7 +1126,8 @@ def test_over_a_stack_the_mean_gradient_is_the_exact_one():
     assert (exact - exact[0]).abs().max() < 1e-12
     generator = torch.Generator().manual_seed(0)
     projection = torch.randn(exact.shape[1], num_projections, generator=generator).double()
-    states = [LayerState(Recalibration(rate=0.5), layer=i) for i in (0, 1)]
+    config = Recalibration(rate=0.5, strata=strata)
+    states = [LayerState(config, layer=i) for i in (0, 1)]
     off = torch.cat([gradients(states) - exact for _ in range(num_draws // copies)]) @ projection
     mean, covariance = off.mean(0), torch.cov(off.T)
     t_squared = num_draws * mean @ torch.linalg.solve(covariance, mean)

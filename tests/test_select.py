@@ -230,6 +230,28 @@ def test_integrated_over_the_start_every_pair_is_kept_with_its_probability_exact
     assert reached == pi
 
 
+@settings(max_examples=200)
+@given(experts_scores_quotas(), st.integers(0, 2**32), st.integers(1, 1 << 16))
+def test_any_run_of_strata_is_drawn_as_often_as_its_probabilities_say(case, seed, kinds):
+    scores_e, quota_e = case
+    score_N, segments = _layout(scores_e)
+    generator = torch.Generator().manual_seed(seed)
+    stratum_N = torch.randint(0, kinds, score_N.shape, generator=generator)
+    size_N, quotas = sampling_sizes(score_N, segments, 0.1), np.array(quota_e)
+    pi_N = inclusion_probabilities(size_N, segments, quotas)
+    chosen = select_sampled(size_N, segments, quotas, generator, None, stratum_N)
+    is_kept_N = torch.zeros(len(score_N), dtype=torch.int64)
+    is_kept_N[chosen.kept_P] = 1
+    counts = torch.bincount(segments.expert_N[chosen.kept_P], minlength=len(quota_e))
+    assert counts.tolist() == quota_e
+    for e in range(len(scores_e)):
+        mine = segments.expert_N == e
+        for last in stratum_N[mine].unique():
+            first = mine & (stratum_N <= last)
+            off = int(is_kept_N[first].sum()) * ONE - int(pi_N[first].sum())
+            assert abs(off) < ONE
+
+
 def test_experts_are_drawn_independently_and_every_seed_differs():
     score_N, segments = _layout([[1.0] * 4] * 200)
     size_N = sampling_sizes(score_N, segments, 0.1)

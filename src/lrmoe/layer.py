@@ -399,7 +399,8 @@ class _RecalibratedExperts(torch.autograd.Function):
             insort(state.captured, captured, key=lambda pair_record: pair_record.call)
         if state.recorder is not None:
             lrm_TK = torch.empty_like(lrm_N).index_copy_(0, pairs.flat_N, lrm_N)
-            state.recorder.add_pairs(state.layer, record, lrm_TK.view(saved["p_TK"].shape))
+            lrm_TK = lrm_TK.view(saved["p_TK"].shape)
+            state.recorder.add_pairs(state.layer, record, lrm_TK, grad_TD)
         return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
 
 

@@ -94,8 +94,10 @@ class CallRecorder(Protocol):
     def add_call(self, layer: int, call: CallRecord, rank_in_group: int) -> None:
         """A call was planned."""
 
-    def add_pairs(self, layer: int, call: CallRecord, score_TK: torch.Tensor) -> None:
-        """The LRM of its pairs is known."""
+    def add_pairs(
+        self, layer: int, call: CallRecord, score_TK: torch.Tensor, grad_TD: torch.Tensor
+    ) -> None:
+        """The LRM of its pairs and the gradients of its outputs are known."""
 
 
 class LayerState:

@@ -43,7 +43,7 @@ def known_rows(made, rng):
     return rows, pairs
 
 
-def slow_times(hardware, made, rows, pairs, is_global, saves_inputs, selects):
+def slow_times(hardware, made, rows, pairs, score_bytes, saves_inputs, selects):
     """Seconds of every rank and part, with loops over ranks and instances."""
     W, E, size = SHAPE.ranks, SHAPE.experts, SHAPE.expert_bytes
     kept_V = made.backward_V if made.backward_V is not None else made.quota_E
@@ -59,7 +59,7 @@ def slow_times(hardware, made, rows, pairs, is_global, saves_inputs, selects):
                 if s == r:
                     continue
                 c = int(s // NODE != r // NODE)
-                there = 12 + 8 * is_global if b else 8
+                there = 12 + score_bytes if b else 8
                 bytes_in = rows[b, s, r] * SHAPE.row_bytes + there * pairs[b, s, r]
                 bytes_out = rows[b, s, r] * SHAPE.row_bytes + 4 * pairs[b, s, r]
                 sent["in"][c, s] += bytes_in
@@ -118,7 +118,7 @@ def slow_total(parts, fixed, clock):
 
 @pytest.mark.parametrize("clock", ["gpu", "cpu"])
 @pytest.mark.parametrize("placement", ["fixed", "recalibrated", "symi", "fastermoe"])
-@pytest.mark.parametrize("variant", ["plain", "global", "inputs"])
+@pytest.mark.parametrize("variant", ["plain", "global", "stratified", "inputs"])
 def test_times_are_those_of_a_slow_second_version(clock, placement, variant):
     hardware = replace(GPU, clock=clock)
     made = plan(problem_of(placement, costs=planner_costs(hardware, SHAPE)))
@@ -126,11 +126,13 @@ def test_times_are_those_of_a_slow_second_version(clock, placement, variant):
     shape = replace(SHAPE, save="inputs" if variant == "inputs" else "activations")
     times = layer_times(
         hardware, shape, made, Rows.known(rows, pairs, NODE), np.full(4, 200), node_size=NODE,
-        selects=variant != "inputs", is_global=variant == "global",
+        selects=variant != "inputs", is_global=variant in ("global", "stratified"),
+        is_stratified=variant == "stratified",
     )  # fmt: skip
     slow = slow_times(
-        hardware, made, rows, pairs, variant == "global", variant == "inputs", variant != "inputs"
-    )
+        hardware, made, rows, pairs, {"global": 8, "stratified": 12}.get(variant, 0),
+        variant == "inputs", variant != "inputs",
+    )  # fmt: skip
     if placement not in ("fixed",):
         assert made.num_replicas > 0
     for of_pass, (parts, fixed) in zip(times, slow, strict=True):
@@ -148,8 +150,9 @@ def test_many_small_groups_are_slower_than_few_large_ones():
         made, shape = plan(problem), replace(SHAPE, ranks=1)
         rows = Rows.expected(made, np.array([80]), 2, 1)
         forward, backward = layer_times(
-            GPU, shape, made, rows, np.array([80]), node_size=1, selects=False, is_global=False
-        )
+            GPU, shape, made, rows, np.array([80]), node_size=1, selects=False, is_global=False,
+            is_stratified=False,
+        )  # fmt: skip
         return forward.home_W[0], backward.home_W[0]
 
     few, many = [80, 80] + [0] * 14, [10] * 16

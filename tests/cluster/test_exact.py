@@ -31,6 +31,8 @@ CONFIGS = [
     Recalibration(rate=0.25, selection="top", scope="local", router_grad="exact"),
     Recalibration(rate=0.3, selection="random", scope="local", save="inputs"),
     Recalibration(rate=0.3, selection="random_unbiased", placement="llep"),
+    Recalibration(rate=0.4, strata="gradient", placement="recalibrated", budget=Budget(slots=2)),
+    Recalibration(rate=0.4, strata="gradient", scope="global"),
 ]
 
 
@@ -57,7 +59,8 @@ def traced_run(rank, world_size, directory):
         path = Path(directory) / f"{i}.parquet"
         info = TraceInfo(
             ranks=world_size, ep_size=world_size, experts=E, top_k=K, hidden=D, ffn=F,
-            dtype_bytes=4, has_pairs=True, settings=config.to_dict(),
+            dtype_bytes=4, has_pairs=True, has_directions=True,
+            settings=config.to_dict(),
         )  # fmt: skip
         recorder = Recorder(path, info, rank)
         states = [LayerState(config, layer) for layer in range(LAYERS)]
@@ -151,7 +154,7 @@ def test_the_runs_cover_what_can_go_wrong(run):
 def test_other_settings_on_the_same_trace(run):
     directory, _ = run
     trace = read_trace(directory / "0.parquet")
-    half = list(replay_pairs(trace, Recalibration(rate=0.5)))
+    half = list(replay_pairs(trace, Recalibration(rate=0.5, strata="gradient")))
     for made in half:
         assert made.kept_WV.sum() == made.plan.quota_E.sum() < made.plan.forward_WV.sum()
         assert np.array_equal(sum(k.sum() for k in made.kept_W), made.kept_WV.sum())
@@ -159,6 +162,9 @@ def test_other_settings_on_the_same_trace(run):
         next(replay_pairs(replace(trace, info=replace(trace.info, hidden=0))))
     with pytest.raises(ValueError, match="has counts alone"):
         next(replay_pairs(replace(trace, info=replace(trace.info, has_pairs=False))))
+    bare = replace(trace, info=replace(trace.info, has_directions=False))
+    with pytest.raises(ValueError, match="does not have the directions"):
+        next(replay_pairs(bare, Recalibration(rate=0.5, strata="gradient")))
     with pytest.raises(ValueError, match="selection='router'"):
         next(replay_pairs(trace, replace(CONFIGS[5], selection="router")))
 

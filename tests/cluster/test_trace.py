@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,10 @@ from lrmoe.cluster.trace import (
 )
 
 W, E, K = 2, 6, 2
-INFO = TraceInfo(ranks=4, ep_size=W, experts=E, top_k=K, has_pairs=True, settings={"rate": 0.2})
+INFO = TraceInfo(
+    ranks=4, ep_size=W, experts=E, top_k=K, has_pairs=True, has_directions=True,
+    settings={"rate": 0.2},
+)  # fmt: skip
 
 
 def make_trace(info=INFO, seed=0):
@@ -34,6 +38,11 @@ def make_trace(info=INFO, seed=0):
                             np.int16
                         ),
                         score_TK=rng.random((tokens, K), dtype=np.float32),
+                        direction_T=(
+                            rng.integers(0, 1 << 16, tokens).astype(np.uint16)
+                            if info.has_directions
+                            else None
+                        ),
                     )
                     for tokens in (5, 3)
                 ]
@@ -68,11 +77,14 @@ def assert_equal(a, b):
         for p, q in zip(*flat, strict=True):
             assert np.array_equal(p.expert_TK, q.expert_TK)
             assert np.array_equal(p.score_TK, q.score_TK)
+            assert np.array_equal(p.direction_T, q.direction_T)
 
 
-@pytest.mark.parametrize("has_pairs", [True, False])
-def test_what_is_written_is_read(tmp_path, has_pairs):
-    info = TraceInfo(ranks=4, ep_size=W, experts=E, top_k=K, has_pairs=has_pairs)
+@pytest.mark.parametrize(
+    ("has_pairs", "has_directions"), [(True, True), (True, False), (False, False)]
+)
+def test_what_is_written_is_read(tmp_path, has_pairs, has_directions):
+    info = replace(INFO, has_pairs=has_pairs, has_directions=has_directions)
     trace = make_trace(info)
     write_trace(tmp_path / "t.parquet", trace)
     assert_equal(read_trace(tmp_path / "t.parquet"), trace)
@@ -158,6 +170,9 @@ def test_contradictions_are_refused(tmp_path):
     def lost_score(rows):
         return [rows[0] | {"scores": rows[0]["scores"][:-1]}, *rows[1:]]
 
+    def lost_direction(rows):
+        return [rows[0] | {"directions": rows[0]["directions"][:-1]}, *rows[1:]]
+
     def wrong_id(rows):
         return [rows[0] | {"experts": [E] * len(rows[0]["experts"])}, *rows[1:]]
 
@@ -168,6 +183,7 @@ def test_contradictions_are_refused(tmp_path):
         (short, "another number of experts"),
         (wrong_rank, "a rank that does not exist"),
         (lost_score, "not one score each"),
+        (lost_direction, "not one direction per token"),
         (wrong_id, "outside 0 <= id < 6"),
         (lambda rows: [], "it has no layer call"),
     ):
@@ -176,14 +192,22 @@ def test_contradictions_are_refused(tmp_path):
 
 
 def test_another_version_is_refused(tmp_path):
-    metadata = {"version": 2, "ranks": 4, "ep_size": 2, "experts": E, "top_k": K}
-    with pytest.raises(ValueError, match="has version 2; this lrmoe reads version 1"):
+    metadata = {"version": 3, "ranks": 4, "ep_size": 2, "experts": E, "top_k": K}
+    with pytest.raises(ValueError, match="has version 3; this lrmoe reads versions 1 and 2"):
         read_trace(rewritten(tmp_path, lambda rows: rows, metadata))
     metadata = {"version": 1, "ranks": 3, "ep_size": 2, "experts": E, "top_k": K}
     with pytest.raises(ValueError, match="ep_size=2: must divide ranks=3"):
         read_trace(rewritten(tmp_path, lambda rows: rows, metadata))
     with pytest.raises(ValueError, match="is damaged"):
         read_trace(rewritten(tmp_path, lambda rows: rows, {"version": 1, "colour": 3}))
+
+
+def test_a_file_of_the_first_version_has_no_directions(tmp_path):
+    metadata = {"version": 1, "ranks": 4, "ep_size": W, "experts": E, "top_k": K, "has_pairs": True}
+    old = read_trace(rewritten(tmp_path, lambda rows: rows, metadata))
+    assert not old.info.has_directions
+    for calls in old.calls:
+        assert all(pairs.direction_T is None for of_call in calls.pairs_CW for pairs in of_call)
 
 
 def megatron_lines(rank, rng, steps=2, micro_batches=2):

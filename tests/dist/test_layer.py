@@ -359,6 +359,8 @@ def _routings() -> dict[str, list[Job]]:
         Recalibration(rate=0.5, draw="forward", save="inputs", router_grad="completed"),
         Recalibration(rate=0.5, draw="forward", scope="global", router_grad="exact"),
         Recalibration(rate=0.7, rows="static", draw="forward"),
+        Recalibration(rate=0.5, strata="gradient"),
+        Recalibration(rate=0.5, strata="gradient", scope="global", router_grad="completed"),
     )
     return {
         name: [
@@ -919,14 +921,17 @@ def _mean_gradients(rank: int, world_size: int, job: Job) -> dict[str, torch.Ten
 
 def _unbiased_jobs() -> list[Job]:
     """Tables whose two experts have as many pairs as each other, and shares that are fractions."""
-    configs = [Recalibration(rate=0.5, draw=draw) for draw in ("backward", "forward")]
+    configs = [
+        Recalibration(rate=0.5),
+        Recalibration(rate=0.5, draw="forward"),
+        Recalibration(rate=0.5, strata="gradient"),
+    ]
     shape = {"num_experts": 2, "used": (0, 1), "dtype": torch.float64}
     return [make_job((1, 4), config, **shape) for config in configs]
 
 
-@pytest.mark.parametrize("draw", ["backward", "forward"])
-def test_integrated_over_shares_and_starts_the_gradient_is_the_exact_one(spawned, draw):
-    index = ("backward", "forward").index(draw)
+@pytest.mark.parametrize("index", range(3))
+def test_integrated_over_shares_and_starts_the_gradient_is_the_exact_one(spawned, index):
     whole = union(_unbiased_jobs()[index].cases)
     exact = oracle_gradients(whole, torch.ones_like(whole.p))
     for name in TENSORS:
@@ -977,6 +982,7 @@ def test_four_ranks():
         Recalibration(rate=0.5, selection="top", scope="local", rows="static", save="inputs"),
         Recalibration(rate=0.5, scope="global", draw="forward", router_grad="exact"),
         Recalibration(rate=0.7, draw="forward", rows="static", router_grad="completed"),
+        Recalibration(rate=0.5, strata="gradient", scope="global"),
     ]
     tokens = [(9, 4, 0, 7), (0, 0, 0, 5), (6, 6, 6, 6)]
     jobs = [

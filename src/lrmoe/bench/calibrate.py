@@ -300,6 +300,7 @@ def predict(hardware: Hardware, settings: Calibration, case: Case) -> tuple[Pass
         node_size=case.ranks,
         selects=not made.keeps_all,
         is_global=False,
+        is_stratified=False,
     )
 
 

@@ -185,6 +185,7 @@ def own_row(settings: ReplaySettings, trace: Trace) -> dict[str, Any]:
             node_size=node_size,
             selects=not r.plan.keeps_all,
             is_global=config.effective_scope == "global",
+            is_stratified=config.is_stratified,
         )
         ms_2 += [1e3 * of_pass.total for of_pass in passes]
     return {

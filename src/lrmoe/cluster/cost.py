@@ -43,6 +43,7 @@ from lrmoe.planner.problem import Costs, Float, Int, Plan
 
 _NOTES = ((8, 4), (12, 4))  # bytes of a pair there and back, in each pass
 _SCORES = 8  # a pair's score and verdict, in global scope
+_DIRECTION = 4  # beside a score, where the draw is stratified
 # Collectives of a pass, and how many more where there are replicas.
 _COLLECTIVES = ((5, 3), (5, 4))
 
@@ -159,12 +160,14 @@ def layer_times(
     node_size: int,
     selects: bool,
     is_global: bool,
+    is_stratified: bool,
 ) -> tuple[PassTimes, PassTimes]:
     """The forward and the backward pass of one layer call.
 
     Args:
         selects: whether pairs are scored and selected.
         is_global: whether scores travel to the experts' home ranks.
+        is_stratified: whether the directions of the pairs' gradients go with them.
     """
     W, E = shape.ranks, shape.experts
     is_replica_V, kept_V = plan.is_replica, backward_pairs(plan)
@@ -187,7 +190,7 @@ def layer_times(
     for b, pairs_V in enumerate((plan.forward_WV.sum(0), kept_V)):
         there, back = _NOTES[b]
         if b and is_global:
-            there += _SCORES
+            there += _SCORES + (_DIRECTION if is_stratified else 0)
         sent, arrived = rows.sent_22CW[:, b], rows.arrived_22CW[:, b]
         bytes_in = shape.row_bytes * sent[0] + there * sent[1]
         bytes_in_arrived = shape.row_bytes * arrived[0] + there * arrived[1]

@@ -128,11 +128,17 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
     if not (trace.info.hidden and trace.info.ffn and trace.info.dtype_bytes):
         raise ValueError("the trace does not say hidden, ffn and dtype_bytes, which size its rows")
     if config is None:
-        config = Recalibration.from_dict(trace.info.settings)
+        # Settings from before there were strata had none.
+        config = Recalibration.from_dict({"strata": "none"} | trace.info.settings)
     if config.selection not in RULES or config.draw == "forward":
         raise ValueError(
             f"selection={config.selection!r}, draw={config.draw!r}: a trace holds the LRM alone; "
             f"allowed are {', '.join(map(repr, RULES))} with draw='backward'"
+        )
+    if config.is_stratified and not trace.info.has_directions:
+        raise ValueError(
+            "strata='gradient': the trace does not have the directions of its gradients; record it "
+            "again, or replay it with strata='none'"
         )
     if config.is_auto:
         raise ValueError(
@@ -259,7 +265,13 @@ def _rank_call(
     # The rule multiplies three factors; with two ones its score is the recorded one, bit for bit.
     score_N = torch.from_numpy(mine.score_TK.reshape(-1).copy())[pairs.flat_N]
     ones_N = torch.ones_like(score_N)
-    selection = choose_pairs(ones_N, torch.ones(T), score_N, pairs, call, state, exchange)
+    direction_T = None
+    if state.config.is_stratified:
+        assert mine.direction_T is not None
+        direction_T = torch.from_numpy(mine.direction_T.astype(np.int64))
+    selection = choose_pairs(
+        ones_N, torch.ones(T), score_N, pairs, call, state, exchange, direction_T
+    )
     splits = Splits.of(rank, pairs_by_rank(made, made.forward_WV), rows_WW)
     announced = announce_kept(
         selection, torch.ones(T, 1), ones_N, pairs, made, splits, T, state.config.rows, exchange
@@ -341,7 +353,8 @@ def _sent_bytes(
     result[1] += expert * (again_in + (0 if holds else again_out)) + row * moved_rows_W
     if config.effective_scope == "global" and not (made.keeps_all and made.backward_is_forward):
         pairs_out, pairs_back = others(counts_WE.reshape(W, W, -1).sum(2))
-        result[1] += 4 * pairs_out + (4 if made.is_home_only else 16) * pairs_back
+        there = 8 if config.is_stratified else 4  # score, and direction
+        result[1] += there * pairs_out + (4 if made.is_home_only else 16) * pairs_back
     return result
 
 

@@ -238,6 +238,7 @@ def _replay_call(
         node_size=cluster.node_size,
         selects=not made.keeps_all,
         is_global=config.effective_scope == "global",
+        is_stratified=config.is_stratified,
     )
     total.add_pass("forward", forward)
     total.add_pass("backward", backward)

@@ -1,8 +1,8 @@
 """Routing traces: recorded in training, kept in a Parquet file, read back whole or not at all.
 
 A file has one row per (layer, step, micro-batch, rank): the rank's pairs of every expert, and with
-pairs every token's expert ids and scores, in the order of its tokens, so that a pair's id is its
-place. What all rows share is JSON in the file's metadata.
+pairs every token's expert ids and scores and the direction of its gradient, in the order of its
+tokens, so that a pair's id is its place. What all rows share is JSON in the file's metadata.
 
 Shape letters: C = layer calls of one expert-parallel group, W = ranks of it, E = experts, T =
 tokens, K = top-k.
@@ -23,13 +23,16 @@ import torch
 from numpy.typing import NDArray
 
 from lrmoe.planner.problem import Int
+from lrmoe.score import direction
 from lrmoe.state import CallRecord
 
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)  # 1 had no directions
 _KEY = b"lrmoe.trace"
 _KEYS = ("layer", "step", "micro_batch", "rank")
 _COUNTS = [(name, pa.int32()) for name in _KEYS] + [("counts", pa.list_(pa.int32()))]
 _PAIRS = [("experts", pa.list_(pa.int16())), ("scores", pa.list_(pa.float32()))]
+_DIRECTIONS = [("directions", pa.list_(pa.uint16()))]
 _MAX_IDS = 1 << 15
 
 
@@ -53,6 +56,8 @@ class TraceInfo:
     device: str = "cpu"
     """Kind of device, which decides what the planner takes a link to cost."""
     has_pairs: bool = False
+    has_directions: bool = False
+    """Of the pairs' tokens (:func:`lrmoe.score.direction`); ``strata="gradient"`` draws by them."""
     source: str = "lrmoe train"
     settings: dict[str, Any] = field(default_factory=dict)
     """``Recalibration`` of the run, empty where it was not ours."""
@@ -78,6 +83,7 @@ class RankPairs:
 
     expert_TK: NDArray[np.int16]
     score_TK: NDArray[np.float32]  # LRM
+    direction_T: NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +118,7 @@ class TraceWriter:
     def __init__(self, path: Path, info: TraceInfo) -> None:
         self._path, self._part = path, path.with_name(path.name + ".part")
         columns = _COUNTS + (_PAIRS if info.has_pairs else [])
+        columns += _DIRECTIONS if info.has_directions else []
         self._schema = pa.schema(columns, metadata=info.to_metadata())
         self._writer = pq.ParquetWriter(
             self._part, self._schema, compression="zstd", write_page_checksum=True
@@ -152,12 +159,16 @@ class Recorder:
         counts_E = call.counts_WE[rank_in_group]
         self._rows[key] = dict(zip(_KEYS, (*key, self._rank), strict=True)) | {"counts": counts_E}
 
-    def add_pairs(self, layer: int, call: CallRecord, score_TK: torch.Tensor) -> None:
-        """Note the ids and scores of a call's pairs, once its backward pass knows them."""
+    def add_pairs(
+        self, layer: int, call: CallRecord, score_TK: torch.Tensor, grad_TD: torch.Tensor
+    ) -> None:
+        """Note the ids and scores of a call's pairs, and where their gradients point."""
         row = self._rows.get((layer, call.step, call.micro_batch))
         if self._info.has_pairs and row is not None:
             row["experts"] = call.top_k_index_TK.reshape(-1).to(torch.int16).cpu().numpy()
             row["scores"] = score_TK.reshape(-1).float().cpu().numpy()
+            if self._info.has_directions:
+                row["directions"] = direction(grad_TD).cpu().numpy().astype(np.uint16)
 
     def close(self) -> None:
         """Write what is left and end this rank's file."""
@@ -213,6 +224,8 @@ def _rows_of(calls: Calls) -> Iterator[dict[str, Any]]:
                 pairs = calls.pairs_CW[c][r]
                 row["experts"] = pairs.expert_TK.reshape(-1)
                 row["scores"] = pairs.score_TK.reshape(-1)
+                if pairs.direction_T is not None:
+                    row["directions"] = pairs.direction_T
             yield row
 
 
@@ -238,8 +251,9 @@ def read_trace(path: str | Path) -> Trace:
     try:
         values = json.loads(schema.metadata[_KEY])
         version = values.pop("version")
-        if version != VERSION:
-            raise refuse(f"has version {version}; this lrmoe reads version {VERSION}")
+        if version not in _READABLE:
+            known = " and ".join(map(str, _READABLE))
+            raise refuse(f"has version {version}; this lrmoe reads versions {known}")
         info = TraceInfo(**values)
         table = pq.read_table(path, page_checksum_verification=True)
         columns = {name: table[name].combine_chunks() for name in table.column_names}
@@ -315,6 +329,12 @@ def _pairs_of(info: TraceInfo, columns: dict[str, Any], counts_NE: Int) -> list[
     score_P = np.asarray(scores.flatten(), dtype=np.float32)
     if len(expert_P) and (expert_P.min() < 0 or expert_P.max() >= E):
         raise _Contradiction(f"an expert id outside 0 <= id < {E}")
+    direction_Q = None
+    if info.has_directions:
+        directions = columns["directions"]
+        if np.any(np.asarray(directions.value_lengths()) * K != length_N):
+            raise _Contradiction("not one direction per token")
+        direction_Q = np.asarray(directions.flatten(), dtype=np.uint16)
     result = []
     for n, (end, length) in enumerate(zip(end_N, length_N, strict=True)):
         mine = slice(int(end - length), int(end))
@@ -322,7 +342,11 @@ def _pairs_of(info: TraceInfo, columns: dict[str, Any], counts_NE: Int) -> list[
             raise _Contradiction("expert ids that do not add up to the counts")
         result.append(
             RankPairs(
-                expert_TK=expert_P[mine].reshape(-1, K), score_TK=score_P[mine].reshape(-1, K)
+                expert_TK=expert_P[mine].reshape(-1, K),
+                score_TK=score_P[mine].reshape(-1, K),
+                direction_T=(
+                    None if direction_Q is None else direction_Q[mine.start // K : mine.stop // K]
+                ),
             )
         )
     return result

@@ -193,9 +193,7 @@ class Covering:
         segments = Segments(count_e - certain_e, score_N.device)
         size_R = sampling_sizes(score_N[rest_R], segments, config.min_inclusion)
         direction_R = None if direction_N is None else direction_N[rest_R]
-        drawn = select_sampled(
-            size_R, segments, quota_e - certain_e, generator, None, direction_R
-        )
+        drawn = select_sampled(size_R, segments, quota_e - certain_e, generator, None, direction_R)
         weight_N = is_certain_N.to(drawn.weight_P.dtype)
         weight_N[rest_R[drawn.kept_P]] = drawn.weight_P
         kept_P = weight_N.nonzero().squeeze(1)

@@ -2,10 +2,11 @@
 
 The gradients of every pair are worked out one by one, so that a rule's variance is a formula:
 ``sum (1 / pi - 1) |g|^2`` over the pairs (independent draws; a fixed number of kept pairs changes
-little). Sizes may then use what no layer knows, which bounds what better sizes could bring.
+little). Sizes may then use what no layer knows, which bounds what better sizes could bring. What
+strata save is no such sum: there the noise is that of samples which are drawn.
 
 Shape letters: T = tokens, K = top-k, N = T * K pairs, D = model dim, F = expert width, E = experts,
-n = pairs of one expert.
+n = pairs of one expert, A, B = sides of a weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lrmoe.select import ONE, Segments, inclusion_probabilities
+from lrmoe.score import direction
+from lrmoe.select import ONE, Segments, inclusion_probabilities, select_sampled
 from lrmoe.studies import rows
 from lrmoe.studies.loop import Loop, backward, block_ids, configure, identity, initial_model
 from lrmoe.studies.settings import Arm, Protocol, Run
@@ -32,8 +34,10 @@ from lrmoe.training.run_dir import append_row
 
 GROUPS = ("down", "gate_up", "x", "router")
 RATES = (0.2, 0.5)
-STEPS = (50, 200)
+STEPS = (50, 200, 400)
+STRATA = ("none", "gradient", "text")
 _BATCHES = 4
+_DRAWS = 16
 _RHO = 0.1
 
 
@@ -49,6 +53,11 @@ class LayerPairs:
     """[N] per group; ``x``: the layer's input; ``router``: the pair's own logit."""
     whole: dict[str, float]
     """Squared norm of the sum over all pairs."""
+    terms: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
+    """By expert, of ``down`` and ``gate_up``: rows [n, A] and [n, B], whose products are the pairs'
+    terms of the gradient."""
+    strata_N: dict[str, torch.Tensor]
+    """int64 [N] by name: direction of the output gradient; successor and token itself."""
 
     @property
     def segments(self) -> Segments:
@@ -88,7 +97,7 @@ def measure(run: Run, steps: Sequence[int], path: Path, cache: Path) -> None:
             looked_at = initial_model(run, text, cache)
             looked_at.load_state_dict(model.state_dict())
             layers = [pairs for ids_BS in batches for pairs in layer_pairs(looked_at, ids_BS)]
-            for values in compare(layers):
+            for values in (*compare(layers), *compare_strata(layers)):
                 append_row(path, base | {"step": step} | values | rows.origin())
         if step == max(steps):
             return
@@ -109,23 +118,69 @@ def compare(layers: Sequence[LayerPairs]) -> Iterator[dict[str, Any]]:
                     "rate": rate,
                     "sizes": name,
                     "is_pooled": is_pooled,
+                    "strata": None,
                     "noise": {g: math.sqrt(noise[g] / whole[g]) for g in GROUPS},
                 }
+
+
+def compare_strata(layers: Sequence[LayerPairs]) -> Iterator[dict[str, Any]]:
+    """The same, of samples by ``p |G| |h|`` that are laid out by strata."""
+    generator = torch.Generator().manual_seed(0)
+    for rate in RATES:
+        for name in STRATA:
+            noise = dict.fromkeys(("down", "gate_up"), 0.0)
+            for pairs in layers:
+                for group, value in drawn_noise(pairs, rate, name, generator).items():
+                    noise[group] += value
+            whole = {group: sum(pairs.whole[group] for pairs in layers) for group in noise}
+            yield {
+                "rate": rate,
+                "sizes": "p |G| |h|",
+                "is_pooled": False,
+                "strata": name,
+                "noise": {group: math.sqrt(noise[group] / whole[group]) for group in noise},
+            }
+
+
+def drawn_noise(
+    pairs: LayerPairs, rate: float, strata: str, generator: torch.Generator
+) -> dict[str, float]:
+    """Mean squared error of the two gradients over some samples."""
+    segments, quota_E = pairs.segments, _quotas(pairs, rate)
+    size_N = _relative(pairs.own["down"].sqrt(), segments)
+    sums = dict.fromkeys(("down", "gate_up"), 0.0)
+    for _ in range(_DRAWS):
+        stratum_N = pairs.strata_N.get(strata)
+        chosen = select_sampled(size_N, segments, quota_E, generator, None, stratum_N)
+        off_N = torch.full_like(size_N, -1.0)
+        off_N[chosen.kept_P] += chosen.weight_P
+        for off_n, terms in zip(off_N.float().split(pairs.count_E.tolist()), pairs.terms):
+            for group, (left_nA, right_nB) in terms.items():
+                error_AB = (off_n[:, None] * left_nA).T @ right_nB
+                sums[group] += float(error_AB.square().sum())
+    return {group: value / _DRAWS for group, value in sums.items()}
 
 
 def probabilities(
     size_N: torch.Tensor, pairs: LayerPairs, rate: float, is_pooled: bool
 ) -> torch.Tensor:
     """P(kept), proportional to size within each expert's quota, or within the sum of the quotas."""
-    segments = pairs.segments
-    quota_E = np.ceil(np.round((1 - rate) * pairs.count_E, 9)).astype(np.int64)
-    size_N = size_N.double()
+    segments, quota_E = pairs.segments, _quotas(pairs, rate)
     if is_pooled:
         segments = Segments(np.array([len(size_N)]), size_N.device)
         quota_E = np.array([quota_E.sum()])
-    mean_N = _expert_mean(size_N, segments)
-    size_N = (1 - _RHO) * torch.where(mean_N > 0, size_N / mean_N, 1.0) + _RHO
+    size_N = _relative(size_N, segments)
     return inclusion_probabilities(size_N, segments, quota_E).double() / ONE
+
+
+def _quotas(pairs: LayerPairs, rate: float) -> np.ndarray:
+    return np.ceil(np.round((1 - rate) * pairs.count_E, 9)).astype(np.int64)
+
+
+def _relative(size_N: torch.Tensor, segments: Segments) -> torch.Tensor:
+    size_N = size_N.double()
+    mean_N = _expert_mean(size_N, segments)
+    return (1 - _RHO) * torch.where(mean_N > 0, size_N / mean_N, 1.0) + _RHO
 
 
 def _expert_mean(value_N: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -173,12 +228,14 @@ def layer_pairs(model: nn.Module, ids_BS: torch.Tensor) -> list[LayerPairs]:
     for hook in hooks:
         hook.remove()
     model.zero_grad()
-    return [_norms(call["module"], call["grad_TD"], *call["arguments"]) for call in calls]
+    text_T = (ids_BS.roll(-1, dims=1) * 256 + ids_BS).reshape(-1)
+    return [_norms(call["module"], text_T, call["grad_TD"], *call["arguments"]) for call in calls]
 
 
 @torch.no_grad()
 def _norms(
     experts: Any,
+    text_T: torch.Tensor,
     grad_TD: torch.Tensor,
     x_TD: torch.Tensor,
     expert_TK: torch.Tensor,
@@ -189,7 +246,7 @@ def _norms(
     count_E = torch.bincount(expert_N, minlength=experts.gate_up_proj.shape[0])
     own: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
     whole = dict.fromkeys(GROUPS, 0.0)
-    h_norm_sq, dx_TD = [], torch.zeros_like(x_TD)
+    h_norm_sq, terms, dx_TD = [], [], torch.zeros_like(x_TD)
     ends_E = count_E.cumsum(0).tolist()
     for expert, (start, end) in enumerate(pairwise([0, *ends_E])):
         token_n, p_n1 = token_N[start:end], p_N[start:end, None]
@@ -203,6 +260,7 @@ def _norms(
         dx_nD = dz_n2F @ experts.gate_up_proj[expert]
         dlogit_n = (dh_nF * h_nF).sum(1)  # p dL/dp
         h_norm_sq.append(_square(h_nF))
+        terms.append({"down": (grad_nD, h_nF), "gate_up": (dz_n2F, x_nD)})
         own["down"].append(_square(grad_nD) * _square(h_nF))
         own["gate_up"].append(_square(dz_n2F) * _square(x_nD))
         own["x"].append(_square(dx_nD))
@@ -219,6 +277,8 @@ def _norms(
         h_norm_sq_N=torch.cat(h_norm_sq),
         own={group: torch.cat(parts) for group, parts in own.items()},
         whole=whole,
+        terms=terms,
+        strata_N={"gradient": direction(grad_TD)[token_N], "text": text_T[token_N]},
     )
 
 
@@ -229,10 +289,20 @@ def _square(rows_nD: torch.Tensor) -> torch.Tensor:
 def table(found: Sequence[rows.Row]) -> str:
     """A line per step, rate and choice of sizes."""
     head = "".join(f"{group:>9}" for group in GROUPS)
-    lines = [f"{'step':>5}{'rate':>6}  {'sizes':28}{'quotas':10}{head}"]
+    lines = [f"{'step':>5}{'rate':>6}  {'sizes':28}{'quotas':10}{'strata':10}{head}"]
     for row in found:
         quotas = "pooled" if row["is_pooled"] else "by count"
-        noise = "".join(f"{row['noise'][group]:9.3f}" for group in GROUPS)
-        lines.append(f"{row['step']:5}{row['rate']:6}  {row['sizes']:28}{quotas:10}{noise}")
-    note = "Expected noise of one batch's gradient, over its length; x: of the layer's input."
+        strata = row["strata"] or "expected"
+        noise = "".join(
+            f"{row['noise'][group]:9.3f}" if group in row["noise"] else f"{'':9}"
+            for group in GROUPS
+        )
+        lines.append(
+            f"{row['step']:5}{row['rate']:6}  {row['sizes']:28}{quotas:10}{strata:10}{noise}"
+        )
+    note = (
+        "Noise of one batch's gradient, over its length; x: of the layer's input. Strata: samples "
+        "that were drawn, in the order of the output gradients' directions, or of the text (which "
+        "no layer knows)."
+    )
     return "\n".join([*lines, note, ""])

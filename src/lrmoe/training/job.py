@@ -234,6 +234,7 @@ def _traced(job: _Job, model_config: Any, handle: Any) -> Iterator[None]:
         dtype_bytes=2 if settings.training.bf16 or settings.model.dtype == "bfloat16" else 4,
         device="cuda" if torch.cuda.is_available() else "cpu",
         has_pairs=settings.trace_pairs,
+        has_directions=settings.trace_pairs,
         settings=settings.recalibration.to_dict(),
     )
     recorder = Recorder(path, info, ranks.rank)
