@@ -1,5 +1,7 @@
 """The formula of the variance against plain autograd and against the real sampler."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,26 @@ def test_better_sizes_leave_less_noise(model):
     for rate in noise.RATES:
         lrm, uniform = found[rate, "p |G| |h|", False], found[rate, "uniform", False]
         assert found[rate, "p |G| |h|", True] < lrm < uniform
+
+
+def test_drawn_noise_is_the_formula_without_strata_and_less_with_them(model):
+    layers = noise.layer_pairs(model, batch())
+    assert noise.drawn_noise(layers[0], 0.0, "gradient", torch.Generator()) == {
+        "down": 0.0,
+        "gate_up": 0.0,
+    }
+    expected = {
+        r["rate"]: r["noise"]
+        for r in noise.compare(layers)
+        if r["sizes"] == "p |G| |h|" and not r["is_pooled"]
+    }
+    drawn = {(r["rate"], r["strata"]): r["noise"] for r in noise.compare_strata(layers)}
+    assert set(drawn) == set(itertools.product(noise.RATES, noise.STRATA))
+    for group in ("down", "gate_up"):
+        at_random = drawn[0.5, "none"][group]
+        assert at_random == pytest.approx(expected[0.5][group], rel=0.2)
+        for strata in ("gradient", "text"):  # an untrained model: what it lacks is the same token
+            assert drawn[0.5, strata][group] < 0.8 * at_random
 
 
 def test_rows_are_written_once(tmp_path, capsys):

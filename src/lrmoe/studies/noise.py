@@ -154,7 +154,8 @@ def drawn_noise(
         chosen = select_sampled(size_N, segments, quota_E, generator, None, stratum_N)
         off_N = torch.full_like(size_N, -1.0)
         off_N[chosen.kept_P] += chosen.weight_P
-        for off_n, terms in zip(off_N.float().split(pairs.count_E.tolist()), pairs.terms):
+        off_by_expert = torch.split(off_N.float(), pairs.count_E.tolist())
+        for off_n, terms in zip(off_by_expert, pairs.terms, strict=True):
             for group, (left_nA, right_nB) in terms.items():
                 error_AB = (off_n[:, None] * left_nA).T @ right_nB
                 sums[group] += float(error_AB.square().sum())
