@@ -34,6 +34,7 @@ _TOLERANCE = 1e-2
 STAGES = (
     (layer, "sort_pairs"),
     (layer, "row_norm_sq"),
+    (layer, "direction"),
     (layer, "lrm"),
     (layer, "choose_pairs"),
     (dispatch, "announce_kept"),

@@ -334,7 +334,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record,
                 state,
                 exchange,
-                direction(grad_TD) if config.is_stratified else None,
+                direction(grad_TD) if config.is_stratified and not plan.keeps_all else None,
             )
             announced = dispatch.announce_kept(
                 selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange

@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+from lrmoe.upload import upload
+
 DIRECTION_BITS = 16
 
 
@@ -64,4 +66,5 @@ def direction(grad_TD: torch.Tensor) -> torch.Tensor:
 def _hyperplanes(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The same on every rank, in every run: [D, DIRECTION_BITS]."""
     generator = torch.Generator().manual_seed(width)
-    return torch.randn(width, DIRECTION_BITS, generator=generator).to(device, dtype)
+    normal_DB = torch.randn(width, DIRECTION_BITS, generator=generator)
+    return upload(normal_DB.numpy(), device).to(dtype)

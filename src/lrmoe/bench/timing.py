@@ -31,6 +31,7 @@ _LOCAL_STAGES = {
     "backward": [
         (layer, "sort_pairs"),
         (layer, "row_norm_sq"),
+        (layer, "direction"),
         (layer, "lrm"),
         (layer, "choose_pairs"),
         (dispatch, "announce_kept"),
