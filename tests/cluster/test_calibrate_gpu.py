@@ -16,7 +16,13 @@ KNOWN = replace(
 ABOUT = {
     "device": "A card", "small": False, "torch": "2", "date": "2026-01-01", "commit": "abc",
 }  # fmt: skip
-STAGES = {"sort_pairs": 0.02, "announce_kept": 0.03, "direction": 0.01, "lrm": 0.01, "choose_pairs": 0.02}
+STAGES = {
+    "sort_pairs": 0.02,
+    "announce_kept": 0.03,
+    "direction": 0.01,
+    "lrm": 0.01,
+    "choose_pairs": 0.02,
+}
 PAIRS = 8192 * 8
 BOOKKEEPING = 0.05e-3 / PAIRS
 

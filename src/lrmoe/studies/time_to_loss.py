@@ -85,6 +85,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--rows", type=Path, default=Path("results/time-to-loss.jsonl"), help="file of the rows")
     add("--cache", type=Path, default=Path("runs/study"), help="directory of the runs")
     add("--runs", type=int, metavar="N", help="stop after N runs; 0 only shows what there is")
+    add(
+        "--simulate",
+        metavar="FILE",
+        type=Path,
+        help="also write what the rows' steps cost on eight simulated GPUs",
+    )
     add("--json", metavar="FILE", help="file for the result as JSON")
     options = parser.parse_args(arguments)
     races = read_races(options.grid)
@@ -96,6 +102,12 @@ def main(arguments: Sequence[str]) -> int:
     execute(chosen, options.rows, options.cache, options.runs)
     found = rows.load(options.rows)
     sys.stdout.write(table(found))
+    if options.simulate is not None:
+        from lrmoe.studies.simulated_race import simulated, simulated_table
+
+        made = list(simulated(found))
+        options.simulate.write_text("".join(json.dumps(row) + "\n" for row in made))
+        sys.stdout.write(simulated_table(made))
     if options.json is not None:
         from lrmoe.cli import write_json
 
@@ -258,7 +270,9 @@ def name_of(arm: dict[str, Any]) -> str:
     rate = config.to_dict()["rate"]
     if rate == 0:
         return f"{config.placement} C0"
-    return f"{config.placement} {config.quotas} {config.selection} C{100 * rate:g}"
+    # Rows from before there were strata, or a default of them, had none.
+    strata = " strata" if arm.get("strata", "none") != "none" else ""
+    return f"{config.placement} {config.quotas} {config.selection} C{100 * rate:g}{strata}"
 
 
 def table(found: Sequence[rows.Row]) -> str:

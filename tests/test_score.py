@@ -1,0 +1,64 @@
+"""Where output gradients point, as numbers that are near for near directions."""
+
+import math
+
+import pytest
+import torch
+
+from lrmoe.score import DIRECTION_BITS, _hyperplanes, direction
+
+
+def by_hand(row):
+    """The place of the row's signs in the reflected Gray code, built by reflection."""
+    signs = (row @ _hyperplanes(len(row), row.dtype, row.device) > 0).tolist()
+    first, size = 0, 2**DIRECTION_BITS
+    is_reflected = False
+    for sign in signs:
+        size //= 2
+        if sign != is_reflected:
+            first += size
+        is_reflected ^= sign
+    return first
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_numbers_are_places_in_a_gray_code(dtype, width):
+    rows = torch.randn(50, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    code_T = direction(rows)
+    assert code_T.dtype == torch.int64
+    assert code_T.tolist() == [by_hand(row) for row in rows]
+    assert torch.equal(direction(rows * 4), code_T)  # lengths do not matter
+
+
+def test_neighbours_differ_in_one_sign():
+    """All 2^16 codes would be long: that the code is one follows from neighbouring numbers."""
+    rows = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    sign_TB = rows @ _hyperplanes(64, rows.dtype, rows.device) > 0
+    code_T, order_T = direction(rows).sort()
+    near = (code_T.diff() == 1).nonzero().squeeze(1)
+    assert len(near) > 20
+    differ = sign_TB[order_T[near]] != sign_TB[order_T[near + 1]]
+    assert (differ.sum(1) == 1).all()
+
+
+def test_near_directions_share_their_first_signs():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 64, generator=generator)
+    angle = 0.1
+    other = torch.randn(2000, 64, generator=generator)
+    other -= (other * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
+    other *= rows.norm(dim=1, keepdim=True) / other.norm(dim=1, keepdim=True)
+    turned = rows * math.cos(angle) + other * math.sin(angle)
+    share = ((direction(rows) ^ direction(turned)) < 2 ** (DIRECTION_BITS - 6)).double().mean()
+    expected = (1 - angle / math.pi) ** 6
+    assert abs(share - expected) < 6 * math.sqrt(expected * (1 - expected) / 2000)
+
+
+def test_rows_that_are_not_finite_and_no_rows():
+    rows = torch.full((3, 8), float("nan"))
+    rows[1] = float("inf")
+    rows[2] = 0
+    code_T = direction(rows)
+    assert ((code_T >= 0) & (code_T < 2**DIRECTION_BITS)).all()
+    assert direction(rows[:0]).shape == (0,)
