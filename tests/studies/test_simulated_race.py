@@ -27,7 +27,7 @@ def race_rows(imbalance, steps):
 
 
 def test_time_is_steps_times_layers_times_a_simulated_call():
-    steps = dict.fromkeys(ARMS, {3.0: 10.0, 2.0: 40.0}) | {"ours": {3.0: 11.0, 2.0: None}}
+    steps = {arm: {3.0: 10.0, 2.0: 40.0} for arm in ARMS} | {"ours": {3.0: 11.0, 2.0: None}}
     found = race_rows(1.8, steps) + race_rows(1.0, steps)
     settings = Systems(models=("qwen3-30b-a3b",), seeds=(0,), steps=2)
     made = list(simulated(found, settings))

@@ -84,9 +84,8 @@ def simulated_table(made: Sequence[dict[str, Any]]) -> str:
     for row in made:
         run = (row["race"], row["model"], row["seed"], row["arm"])
         runs.setdefault(run, {})[row["target_loss"]] = row
-    lines = [
-        f"{'race':18}{'model':18}{'seed':>5}  {'arm':44}{'layer ms':>9}  % below {' and '.join(_PEERS)}"
-    ]
+    head = f"{'race':18}{'model':18}{'seed':>5}  {'arm':44}{'layer ms':>9}"
+    lines = [f"{head}  % below {' and '.join(_PEERS)}"]
     for (*where, arm), by_loss in runs.items():
         peers = [runs.get((*where, peer), {}) for peer in _PEERS]
         cells = [
