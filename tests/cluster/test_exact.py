@@ -13,7 +13,7 @@ import lrmoe.state
 from lrmoe import Budget, LayerState, Recalibration
 from lrmoe.cluster.cost import Rows
 from lrmoe.cluster.exact import planned_problem, replay_pairs, totals
-from lrmoe.cluster.trace import Recorder, TraceInfo, join, read_trace
+from lrmoe.cluster.trace import Recorder, TraceInfo, join, read_trace, write_trace
 from lrmoe.planner import Costs, plan
 from lrmoe.state import pairs_by_rank
 from tests.ranks import run_ranks
@@ -151,7 +151,7 @@ def test_the_runs_cover_what_can_go_wrong(run):
 
 
 @pytest.mark.dist
-def test_other_settings_on_the_same_trace(run):
+def test_other_settings_on_the_same_trace(run, tmp_path):
     directory, _ = run
     trace = read_trace(directory / "0.parquet")
     half = list(replay_pairs(trace, Recalibration(rate=0.5, strata="gradient")))
@@ -162,9 +162,11 @@ def test_other_settings_on_the_same_trace(run):
         next(replay_pairs(replace(trace, info=replace(trace.info, hidden=0))))
     with pytest.raises(ValueError, match="has counts alone"):
         next(replay_pairs(replace(trace, info=replace(trace.info, has_pairs=False))))
-    bare = replace(trace, info=replace(trace.info, has_directions=False))
+    write_trace(tmp_path / "bare", replace(trace, info=replace(trace.info, has_directions=False)))
+    bare = read_trace(tmp_path / "bare")
     with pytest.raises(ValueError, match="does not have the directions"):
         next(replay_pairs(bare, Recalibration(rate=0.5, strata="gradient")))
+    assert next(replay_pairs(bare, Recalibration(rate=0.0))).plan.keeps_all
     with pytest.raises(ValueError, match="selection='router'"):
         next(replay_pairs(trace, replace(CONFIGS[5], selection="router")))
 

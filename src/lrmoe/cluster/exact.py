@@ -119,7 +119,8 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
     """Every layer call of the trace under the run's own settings, or under others.
 
     Raises:
-        ValueError: if the trace has no pairs, or not the scores that the settings select by.
+        ValueError: if the trace has no pairs, or not the scores or the directions that the settings
+            select by.
     """
     if not trace.info.has_pairs:
         raise ValueError(
@@ -134,11 +135,6 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
         raise ValueError(
             f"selection={config.selection!r}, draw={config.draw!r}: a trace holds the LRM alone; "
             f"allowed are {', '.join(map(repr, RULES))} with draw='backward'"
-        )
-    if config.is_stratified and not trace.info.has_directions:
-        raise ValueError(
-            "strata='gradient': the trace does not have the directions of its gradients; record it "
-            "again, or replay it with strata='none'"
         )
     if config.is_auto:
         raise ValueError(
@@ -266,8 +262,12 @@ def _rank_call(
     score_N = torch.from_numpy(mine.score_TK.reshape(-1).copy())[pairs.flat_N]
     ones_N = torch.ones_like(score_N)
     direction_T = None
-    if state.config.is_stratified:
-        assert mine.direction_T is not None
+    if state.config.is_stratified and not made.keeps_all:
+        if mine.direction_T is None:
+            raise ValueError(
+                "strata='gradient': the trace does not have the directions of its gradients; "
+                "record it again, or replay it with strata='none'"
+            )
         direction_T = torch.from_numpy(mine.direction_T.astype(np.int64))
     selection = choose_pairs(
         ones_N, torch.ones(T), score_N, pairs, call, state, exchange, direction_T
