@@ -168,6 +168,12 @@ def _replay_call(
     state.step, state.micro_batch = int(calls.step_C[c]), int(calls.micro_batch_C[c])
     counts_WE, pairs_W = calls.counts_CWE[c], calls.pairs_CW[c]
     made = plan(planned_problem(info, state, counts_WE, first_rank))
+    is_drawn = state.config.is_stratified and not made.keeps_all
+    if is_drawn and any(pairs.direction_T is None for pairs in pairs_W):
+        raise ValueError(
+            "strata='gradient': the trace does not have the directions of its gradients; record it "
+            "again, or replay it with strata='none'"
+        )
     if state.config.placement != "fixed":
         state.past_counts.append(counts_WE)
     shared = Shared(W)
@@ -263,11 +269,7 @@ def _rank_call(
     ones_N = torch.ones_like(score_N)
     direction_T = None
     if state.config.is_stratified and not made.keeps_all:
-        if mine.direction_T is None:
-            raise ValueError(
-                "strata='gradient': the trace does not have the directions of its gradients; "
-                "record it again, or replay it with strata='none'"
-            )
+        assert mine.direction_T is not None
         direction_T = torch.from_numpy(mine.direction_T.astype(np.int64))
     selection = choose_pairs(
         ones_N, torch.ones(T), score_N, pairs, call, state, exchange, direction_T

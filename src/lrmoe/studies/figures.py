@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 _COLORS = {
     "sampled": "#3b6ea8",
+    "sampled, strata": "#123f73",
     "sampled, drawn forward": "#7fb2e5",
     "random_unbiased": "#5a9e6f",
+    "random_unbiased, strata": "#2d6b41",
     "top": "#c8713c",
     "pooled, drawn forward": "#888888",
     "pooled-half, drawn forward": "#aaaaee",
@@ -41,7 +43,9 @@ _COLORS = {
     "predicted-half": "#339966",
 }
 # Rules of the figure over rates; the bars show all arms.
-_RATE_RULES = ("sampled", "sampled, drawn forward", "random_unbiased", "top")
+_RATE_RULES = ("sampled", "sampled, strata", "sampled, drawn forward", "random_unbiased", "top")
+# The default's draw now, and what it was before.
+_FINAL_RULES = ("sampled, strata", "sampled")
 _PEER = "symi C0"  # what races are measured against, as in the paper
 _FINAL_STEPS, _FINAL_SEEDS, _LOW_RATE = 2000, 5, 0.2
 _GROUPS = {"down": "down projections", "all": "all parameters"}
@@ -130,8 +134,9 @@ def tables(runs: Sequence[Row], gradients: Sequence[Row], races: Sequence[Row] =
 def rule_name(arm: Arm) -> str:
     """The rule and its draw."""
     config = arm.recalibration
-    forward = ", drawn forward" if config.draw == "forward" else ""
-    return (arm.experiment or config.selection) + forward
+    draw = ", drawn forward" if config.draw == "forward" else ""
+    draw += ", strata" if config.is_stratified else ""
+    return (arm.experiment or config.selection) + draw
 
 
 def _color(rule: str) -> str:
@@ -139,9 +144,9 @@ def _color(rule: str) -> str:
 
 
 def _is_plain(arm: Arm) -> bool:
-    """Whether nothing but rule, draw and rate differs from the default."""
+    """Whether nothing but rule, draw, strata and rate differs from the default."""
     config = arm.recalibration
-    own = {"rate": config.rate, "selection": config.selection, "draw": config.draw}
+    own = {name: getattr(config, name) for name in ("rate", "selection", "draw", "strata")}
     if arm.experiment is not None:
         own |= {"experiment": arm.experiment, "scope": "global"}
     return Arm.from_dict(own) == arm and isinstance(config.rate, float)
@@ -156,22 +161,23 @@ def _is_control(arm: Arm) -> bool:
 def _is_final(comparison: dict[str, Any]) -> bool:
     """Whether it is one of the bars of the default rule: long runs, and seeds enough."""
     arm, excess = comparison["arm"], comparison["excess"]
-    is_default = _is_plain(arm) and rule_name(arm) == "sampled" and not arm.is_exact
+    is_default = _is_plain(arm) and rule_name(arm) in _FINAL_RULES and not arm.is_exact
     is_long = comparison["protocol"].steps >= _FINAL_STEPS
     return is_default and is_long and excess.count >= _FINAL_SEEDS
 
 
 def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
     """The default rule after long runs: every seed, the mean, and its 95 % bound."""
-    figure, (axes,) = _panels(1, width=7.6, height=3.6)
+    figure, (axes,) = _panels(1, width=9.6, height=3.8)
     protocols = _protocols(finals)
     for comparison in finals:
-        rate = comparison["arm"].recalibration.rate
-        place = protocols.index(comparison["protocol"]) + (-0.15 if rate <= _LOW_RATE else 0.15)
-        color = f"C{0 if rate <= _LOW_RATE else 1}"
+        rate, rule = comparison["arm"].recalibration.rate, rule_name(comparison["arm"])
+        is_low, is_old = rate <= _LOW_RATE, rule == _FINAL_RULES[1]
+        place = protocols.index(comparison["protocol"]) - 0.3 + 0.4 * (not is_low) + 0.17 * is_old
+        color = (("#3b6ea8", "#c8713c"), ("#9dc0e6", "#ecb894"))[is_old][not is_low]
         excess, seeds = comparison["excess"], comparison["excess_by_seed"]
         axes.plot([place] * len(seeds), seeds, ".", color=color, alpha=0.5)
-        axes.plot(place, excess.mean, "o", color=color, label=f"C{100 * rate:g}")
+        axes.plot(place, excess.mean, "o", color=color, label=f"C{100 * rate:g}, {rule}")
         axes.plot([place] * 2, [excess.mean, excess.bound], "-", color=color)
         axes.plot(place, excess.bound, "_", color=color, ms=12)
     axes.axhline(0, color="black", lw=0.8)
