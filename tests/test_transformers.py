@@ -241,13 +241,25 @@ def test_reports_are_totals_of_the_last_finished_step(model):
         assert report.imbalance_home == report.imbalance_fwd == report.imbalance_bwd == 1
         assert report.bytes_fwd == report.bytes_bwd == report.payload_rows_fwd == 0
         assert report.max_vio == report.rows_slack == report.replicas == 0
-        assert report.fwd_ms > 0
-        assert report.bwd_ms > 0
+        assert report.fwd_ms == report.bwd_ms == 0
+        assert report.clock == "off"
         assert report.plan_us > 0
         assert report.recompute_ms == 0
         assert all(isinstance(size, int) and size >= 0 for size in report.memory.values())
     gradients_of(model.train(), batches[0])  # of the running step: not yet in the reports
     assert [r.pairs for r in handle.reports()] == [pairs, pairs]
+
+
+def test_times_are_measured_where_they_are_asked_for(model):
+    handle = lrmoe.configure(model, HALF)
+    assert not handle.is_timed
+    handle.is_timed = True
+    gradients_of(model, make_batches(1)[0])
+    handle.finish_step()
+    assert handle.is_timed
+    for report in handle.reports():
+        assert report.fwd_ms > 0 < report.bwd_ms
+        assert report.clock == "wall"
 
 
 def test_capture_gives_every_micro_batch_of_every_layer(model):

@@ -122,7 +122,7 @@ def experts(
     state = state if state is not None else LayerState()
     # Budgets count the rows of the pairs alone.
     exchange.keeps_rows &= state.config.budget.memory is None
-    span = Span(hidden_states.device, exchange.num_ranks)
+    span = Span(hidden_states.device, exchange.num_ranks, is_timed=state.is_timed)
     needs_grad = [
         torch.is_grad_enabled() and t.requires_grad
         for t in (hidden_states, top_k_weights, gate_up_proj, down_proj)
@@ -314,7 +314,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         needs_x, needs_p, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         record = state.find_call(int(saved["call_id"]))
         config, plan, T = record.config, record.plan, grad_TD.shape[0]
-        span = Span(grad_TD.device, exchange.num_ranks)
+        span = Span(grad_TD.device, exchange.num_ranks, is_timed=state.is_timed)
         home = compute.Weights(gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"])
         pairs = sort_pairs(saved["top_k_index_TK"])
         p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]

@@ -65,9 +65,10 @@ class LayerReport:
     recompute_ms: float = 0.0
     """Forward passes repeated by activation checkpointing; not part of ``fwd_ms``."""
     bytes_recompute: int = 0
-    clock: str = "wall"
-    """What ``fwd_ms`` and ``bwd_ms`` measure: ``wall``, ``cuda``, or ``cpu`` (this rank's own CPU
-    time, where ranks outnumber cores or ``LRMOE_CLOCK=cpu`` says so)."""
+    clock: str = "off"
+    """What ``fwd_ms`` and ``bwd_ms`` measure: nothing (``off``; they are 0), ``wall``, ``cuda``, or
+    ``cpu`` (this rank's own CPU time, where ranks outnumber cores or ``LRMOE_CLOCK=cpu`` says so).
+    Layers measure if their ``LayerState.is_timed`` says so."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of the tensors alive at the peak of the largest layer call of the step, by category:
     ``home_weights``, ``replica_weights``, ``gradients``, ``replica_gradients``, ``saved`` (for the
@@ -199,10 +200,16 @@ if _CLOCK not in ("wall", "cpu"):  # on import, since no rank may raise where ot
 
 
 class Span:
-    """Time of a stretch of code on this rank: wall clock, CUDA events, or its own CPU time."""
+    """Time of a stretch of code on this rank: wall clock, CUDA events, or its own CPU time.
 
-    def __init__(self, device: torch.device, num_ranks: int) -> None:
-        if device.type == "cuda":
+    Args:
+        is_timed: otherwise it costs nothing and takes no time.
+    """
+
+    def __init__(self, device: torch.device, num_ranks: int, *, is_timed: bool) -> None:
+        if not is_timed:
+            self.clock = "off"
+        elif device.type == "cuda":
             self.clock = "cuda"
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
@@ -217,11 +224,13 @@ class Span:
         """End the stretch."""
         if self.clock == "cuda":
             self._events[1].record()
-        else:
+        elif self.clock != "off":
             self._end = self._now()
 
     def ms(self) -> float:
         """Length in milliseconds (device sync for CUDA)."""
+        if self.clock == "off":
+            return 0.0
         if self.clock == "cuda":
             self._events[1].synchronize()
             return float(self._events[0].elapsed_time(self._events[1]))

@@ -111,6 +111,8 @@ class LayerState:
     def __init__(self, config: Recalibration | None = None, layer: int = 0) -> None:
         self.config = config if config is not None else Recalibration(rate=0.0)
         self.layer = layer
+        self.is_timed = False
+        """Whether calls measure ``fwd_ms`` and ``bwd_ms`` of the report."""
         self.step = 0
         self.micro_batch = 0
         self.version = 0

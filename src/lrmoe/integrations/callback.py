@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Adds the layers' reports to what an unmodified Trainer logs.
+    """Adds the layers' reports to what an unmodified Trainer logs, and has their times measured.
 
     They appear in the progress bar's output and in ``state.log_history``. Reporting integrations
     that the Trainer set up before (TensorBoard, wandb) see them after :meth:`attach`.
@@ -21,6 +21,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
+        handle.is_timed = True
 
     def attach(self, trainer: transformers.Trainer) -> None:
         """Put this callback before all others, so that every reporter logs its values."""

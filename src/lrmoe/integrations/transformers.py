@@ -142,6 +142,19 @@ class Handle:
         for state in self.states:
             state.config = config
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the layers measure their times for the reports; two CUDA events per pass.
+
+        Off until it is set; ``lrmoe.TrainerCallback`` and ``lrmoe train`` set it.
+        """
+        return all(state.is_timed for state in self.states)
+
+    @is_timed.setter
+    def is_timed(self, value: bool) -> None:
+        for state in self.states:
+            state.is_timed = value
+
     def reports(self) -> list[LayerReport]:
         """One report per MoE layer: totals over the micro-batches of the last finished step."""
         return [state.report() for state in self.states]

@@ -196,6 +196,7 @@ def configure(model: nn.Module, arm: Arm, seed: int) -> Handle:
     """The model's layers set up as the arm says."""
     config = replace(arm.recalibration, seed=seed)
     handle = lrmoe.configure(model, config)
+    handle.is_timed = True
     for layer in arm.exact_layers:
         if not -len(handle.states) <= layer < len(handle.states):
             raise ValueError(f"exact_layers={arm.exact_layers}: has {len(handle.states)} layers")

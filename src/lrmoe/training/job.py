@@ -104,6 +104,7 @@ def _run(settings: TrainSettings, ranks: Ranks, started: float) -> Outcome:
         import lrmoe
 
         handle = lrmoe.configure(model, settings.recalibration)
+        handle.is_timed = True
     trainer, stop = _make_trainer(job, model, handle, arguments, agreement)
     blocks = f"{len(job.text.train):,} blocks of {settings.data.block_size} tokens"
     console.print(f"{directory.root}: {_describe_model(model)}; {blocks}", highlight=False)
