@@ -4,6 +4,10 @@ Shape letters: P = rows in expert-major order, e = experts, R = forward rows, F 
 unique rows, D = row width.
 """
 
+import itertools
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -91,6 +95,67 @@ def test_grouped_outer_equals_a_loop_and_is_zero_without_rows(dtype, counts, wid
             assert relative_error(got[e], a.double().T @ b.double()) <= TOLERANCE[dtype]
             if counts[e] == 0:
                 assert (got[e] == 0).all()
+
+
+def _quacks_gemm(A, B, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned):
+    """What QuACK's ``gemm`` documents of these arguments; products of no rows are not written."""
+    assert not tuned  # or every new number of rows would be tuned for
+    assert (cu_seqlens_m is None) != (cu_seqlens_k is None)
+    starts = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
+    assert starts.dtype == torch.int32
+    assert starts[0] == 0
+    runs = [slice(a, b) for a, b in itertools.pairwise(starts.tolist())]
+    if cu_seqlens_m is not None:
+        assert (A.stride(1), len(B)) == (1, len(runs))
+        out = torch.full((len(A), B.shape[2]), float("nan"), dtype=A.dtype)
+        for e, run in enumerate(runs):
+            out[run] = A[run] @ B[e]
+        return out
+    assert (A.stride(0), B.stride(1)) == (1, 1)
+    out = torch.full((len(runs), len(A), B.shape[1]), float("nan"), dtype=A.dtype)
+    for e, run in enumerate(runs):
+        if run.start < run.stop:
+            out[e] = A[:, run] @ B[run]
+    return out
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_quacks_products_are_called_as_documented(counts, monkeypatch):
+    """On the CPU, with a double: its kernels need a GPU."""
+    calls = []
+    monkeypatch.setattr(
+        grouped_gemm, "_gemm", lambda *a, **k: calls.append(1) or _quacks_gemm(*a, **k)
+    )
+    rows_A, rows_B = torch.randn(sum(counts), 16), torch.randn(sum(counts), 8)
+    weight = torch.randn(len(counts), 8, 16).mT
+    grouped_mm(rows_A, weight, _offsets(counts))
+    assert not calls  # float32 on a CPU is not for it
+    monkeypatch.setattr(grouped_gemm, "_is_quacks", lambda rows: len(rows) > 0)
+    got, outer = (
+        grouped_mm(rows_A, weight, _offsets(counts)),
+        grouped_outer(rows_A, rows_B, _offsets(counts)),
+    )
+    assert len(calls) == (2 if sum(counts) else 0)
+    monkeypatch.undo()
+    want, want_outer = (
+        grouped_mm(rows_A, weight, _offsets(counts)),
+        grouped_outer(rows_A, rows_B, _offsets(counts)),
+    )
+    assert relative_error(got, want.double()) <= TOLERANCE[torch.float32]
+    assert relative_error(outer, want_outer.double()) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("library", "message"), [("cublas", "allowed are 'torch', 'quack'"), ("quack", "install it")]
+)
+def test_a_library_that_is_not_there_is_refused_on_import(library, message):
+    environment = os.environ | {"LRMOE_GROUPED_GEMM": library}
+    program = "import sys; sys.modules['quack'] = None; import lrmoe"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert f"LRMOE_GROUPED_GEMM='{library}': " in done.stderr
+    assert message in done.stderr
 
 
 def test_sizes_that_grouped_mm_cannot_take_warn_once():

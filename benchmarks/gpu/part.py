@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lrmoe.kernels.grouped_gemm import LIBRARY
+
 _RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -78,6 +80,7 @@ def _about(device: str, is_small: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "grouped_gemm": LIBRARY,
         "transformers": _version("transformers"),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": _commit(),

@@ -3,12 +3,18 @@
 Shape letters: P = rows in expert-major order, e = experts on this rank, A and B = widths.
 Offsets are inclusive ends per expert, int32, as ``torch.nn.functional.grouped_mm`` takes them; the
 last offset equals the number of rows, so no row is left unwritten.
+
+The products are PyTorch's. ``LRMOE_GROUPED_GEMM=quack`` takes those of the package quack-kernels,
+which SonicMoE is built on, for bfloat16 and float16 on CUDA.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +23,30 @@ from lrmoe.kernels.ops import define
 
 _ALIGNMENT_BYTES = 16
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
+
+LIBRARY_VARIABLE = "LRMOE_GROUPED_GEMM"
+"""Environment variable: whose grouped GEMMs run, ``torch`` or ``quack``."""
+LIBRARY = os.environ.get(LIBRARY_VARIABLE, "torch")
+
+
+def _load(library: str) -> Callable[..., torch.Tensor] | None:
+    """Its product of rows and experts; ``None``: PyTorch's."""
+    if library == "torch":
+        return None
+    if library != "quack":
+        raise ValueError(f"{LIBRARY_VARIABLE}={library!r}: allowed are 'torch', 'quack'")
+    try:
+        gemm: Callable[..., torch.Tensor] = import_module("quack.gemm_interface").gemm
+    except ImportError as error:
+        raise ValueError(
+            f"{LIBRARY_VARIABLE}='quack': quack-kernels cannot be imported ({error}); install it, "
+            "or leave the variable out"
+        ) from error
+    return gemm
+
+
+_gemm = _load(LIBRARY)  # on import, since no rank may raise where others wait for it
 
 
 def grouped_mm(
@@ -24,6 +54,8 @@ def grouped_mm(
 ) -> torch.Tensor:
     """``rows[i] @ weight[expert of row i]`` -> [P, B]. ``weight_eAB`` may be a transposed view."""
     if _is_native(rows_PA, weight_eAB):
+        if _gemm is not None and _is_quacks(rows_PA):
+            return _gemm(rows_PA, weight_eAB, cu_seqlens_m=_from_zero(offsets_e), tuned=False)
         return F.grouped_mm(rows_PA, weight_eAB, offs=offsets_e)
     expert_P, place_P, longest = _padding(offsets_e, rows_PA.shape[0])
     padded = rows_PA.new_zeros(weight_eAB.shape[0], longest, rows_PA.shape[1])
@@ -36,9 +68,15 @@ def grouped_outer(
 ) -> torch.Tensor:
     """Per expert the sum of ``outer(rows_PA[i], rows_PB[i])`` -> [e, A, B]; zero without rows."""
     if _is_native(rows_PA, rows_PB):
-        products_eAB = F.grouped_mm(rows_PA.t(), rows_PB, offs=offsets_e)
-        if products_eAB.is_cuda:
-            # Not every card's kernel writes the product of no rows (pytorch/pytorch#172439).
+        gemm = _gemm if _is_quacks(rows_PA) else None
+        if gemm is not None:
+            products_eAB = gemm(
+                rows_PA.t(), rows_PB, cu_seqlens_k=_from_zero(offsets_e), tuned=False
+            )
+        else:
+            products_eAB = F.grouped_mm(rows_PA.t(), rows_PB, offs=offsets_e)
+        if gemm is not None or products_eAB.is_cuda:
+            # Not every kernel writes the product of no rows (pytorch/pytorch#172439).
             clear_empty(products_eAB, offsets_e)
         return products_eAB
     expert_P, place_P, longest = _padding(offsets_e, rows_PA.shape[0])
@@ -55,6 +93,16 @@ def clear_empty(products_eAB: torch.Tensor, offsets_e: torch.Tensor) -> None:
     """Zero the products of experts without rows."""
     counts_e = torch.diff(offsets_e, prepend=offsets_e.new_zeros(1))
     products_eAB.masked_fill_((counts_e == 0)[:, None, None], 0)
+
+
+def _is_quacks(rows_PA: torch.Tensor) -> bool:
+    """Whether QuACK's kernels take the rows: on CUDA, of a half type, and not none."""
+    return rows_PA.is_cuda and rows_PA.dtype in _HALF and rows_PA.shape[0] > 0
+
+
+def _from_zero(offsets_e: torch.Tensor) -> torch.Tensor:
+    """Starts of the experts and the end of the last, int32 [e + 1]."""
+    return F.pad(offsets_e, (1, 0))
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:
