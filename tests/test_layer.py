@@ -1089,14 +1089,17 @@ def test_strata_lower_the_variance_where_gradients_come_in_kinds(scope):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"selection": "top"}, {"draw": "forward"}, {"selection": "random"}]
+    "settings", [{"selection": "top"}, {"draw": "forward"}, {"strata": "none"}, {"rate": 0.0}]
 )
-def test_strata_change_nothing_where_no_gradient_is_drawn_by(settings):
-    runs = [
-        run_layer(make_case(), Recalibration(rate=0.5, strata=strata, **settings))
-        for strata in ("none", "gradient")
-    ]
-    assert torch.equal(runs[0].records[0].weight, runs[1].records[0].weight)
+def test_directions_are_not_worked_out_where_nothing_is_drawn_by_them(settings, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        layer, "direction", lambda grad_TD: calls.append(1) or score.direction(grad_TD)
+    )
+    run_layer(make_case(), Recalibration(rate=0.5))
+    assert len(calls) == 1
+    run_layer(make_case(), Recalibration(**({"rate": 0.5, "strata": "gradient"} | settings)))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("strata", ["none", "gradient"])

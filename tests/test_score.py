@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from lrmoe.score import DIRECTION_BITS, _hyperplanes, direction
+from lrmoe.score import _hyperplanes, direction
+from lrmoe.select import STRATUM_BITS
 
 
 def by_hand(row):
     """The place of the row's signs in the reflected Gray code, built by reflection."""
     signs = (row @ _hyperplanes(len(row), row.dtype, row.device) > 0).tolist()
-    first, size = 0, 2**DIRECTION_BITS
+    first, size = 0, 2**STRATUM_BITS
     is_reflected = False
     for sign in signs:
         size //= 2
@@ -50,7 +51,7 @@ def test_near_directions_share_their_first_signs():
     other -= (other * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
     other *= rows.norm(dim=1, keepdim=True) / other.norm(dim=1, keepdim=True)
     turned = rows * math.cos(angle) + other * math.sin(angle)
-    share = ((direction(rows) ^ direction(turned)) < 2 ** (DIRECTION_BITS - 6)).double().mean()
+    share = ((direction(rows) ^ direction(turned)) < 2 ** (STRATUM_BITS - 6)).double().mean()
     expected = (1 - angle / math.pi) ** 6
     assert abs(share - expected) < 6 * math.sqrt(expected * (1 - expected) / 2000)
 
@@ -60,5 +61,32 @@ def test_rows_that_are_not_finite_and_no_rows():
     rows[1] = float("inf")
     rows[2] = 0
     code_T = direction(rows)
-    assert ((code_T >= 0) & (code_T < 2**DIRECTION_BITS)).all()
+    assert ((code_T >= 0) & (code_T < 2**STRATUM_BITS)).all()
     assert direction(rows[:0]).shape == (0,)
+
+
+def test_codes_are_the_same_in_every_process():
+    """Fixed by hand: a change of them changes every sample, and belongs in the changelog."""
+    rows = torch.arange(24.0).view(3, 8).sin()
+    assert direction(rows).tolist() == [22107, 6122, 64752]
+
+
+def test_codes_do_not_depend_on_the_defaults_of_the_process():
+    rows = torch.randn(20, 12, generator=torch.Generator().manual_seed(0))
+    want = direction(rows)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            _hyperplanes.cache_clear()
+            assert torch.equal(direction(rows), want)
+        with torch.device("meta"):
+            _hyperplanes.cache_clear()
+            assert _hyperplanes(12, torch.float32, rows.device).device == rows.device
+    finally:
+        torch.set_default_dtype(before)
+    _hyperplanes.cache_clear()
+    with torch.inference_mode():
+        direction(rows)
+    leaf = rows.clone().requires_grad_()
+    assert torch.equal(direction(leaf), want)  # what is kept is no inference tensor

@@ -145,10 +145,11 @@ class Recalibration:
     """``activations`` keeps the gate_up outputs; ``inputs`` recomputes them for kept pairs."""
     min_inclusion: float = 0.1
     """rho of the specification: how much of the size of a pair in ``sampled`` is uniform."""
-    strata: str = "none"
+    strata: str = "gradient"
     """Of the unbiased rules when they draw in the backward pass. ``gradient``: pairs of an expert
-    whose tokens' output gradients point the same way are drawn evenly, which lowers the variance
-    and leaves every probability as it is (``docs/method.md``). ``none``: in random order."""
+    whose tokens' output gradients point the same way are drawn evenly, which leaves every
+    probability as it is and usually lowers the variance (``docs/method.md``). ``none``: in random
+    order."""
     seed: int = 0
     auto: AutoRate = field(default_factory=AutoRate)
     """Of ``rate="auto"``; other rates do not look at it."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 
+from lrmoe.select import STRATUM_BITS
 from lrmoe.upload import upload
-
-DIRECTION_BITS = 16
 
 
 def lrm(p_N: torch.Tensor, grad_norm_sq_N: torch.Tensor, h_norm_sq_N: torch.Tensor) -> torch.Tensor:
@@ -50,21 +50,24 @@ def control_score(
 
 
 def direction(grad_TD: torch.Tensor) -> torch.Tensor:
-    """Where each row points, as a number: int64 [T] in ``[0, 2^DIRECTION_BITS)``.
+    """Where each row points, as a number: int64 [T] in ``[0, 2^STRATUM_BITS)``.
 
     The signs of the row's products with fixed random vectors, as a Gray code: rows that agree in
     the first n signs, as near ones do (Charikar 2002: each sign differs with probability angle /
-    pi), are within ``2^(DIRECTION_BITS - n)`` of each other. Lengths do not matter.
+    pi), are within ``2^(STRATUM_BITS - n)`` of each other. Lengths do not matter.
     """
     sign_TB = (grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)) > 0
     # The number at a place in the order of a Gray code: bit b is the parity of its first b signs.
     bit_TB = sign_TB.cumsum(1).bitwise_and_(1)
-    return (bit_TB << torch.arange(DIRECTION_BITS - 1, -1, -1, device=grad_TD.device)).sum(1)
+    return (bit_TB << torch.arange(STRATUM_BITS - 1, -1, -1, device=grad_TD.device)).sum(1)
 
 
 @cache
 def _hyperplanes(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same on every rank, in every run: [D, DIRECTION_BITS]."""
-    generator = torch.Generator().manual_seed(width)
-    normal_DB = torch.randn(width, DIRECTION_BITS, generator=generator)
-    return upload(normal_DB.numpy(), device).to(dtype)
+    """[D, STRATUM_BITS], the same on every rank and in every run."""
+    # Not of PyTorch, whose default dtype and device the caller may have changed.
+    normal_DB = np.random.default_rng(width).standard_normal(
+        (width, STRATUM_BITS), dtype=np.float32
+    )
+    with torch.inference_mode(False):  # kept for calls outside of it
+        return upload(normal_DB, device).to(dtype)

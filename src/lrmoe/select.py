@@ -24,6 +24,8 @@ ONE = 1 << 40
 _MEAN_SIZE = 1 << 20
 _MAX_SIZE = (1 << 40) - 1
 _MAX_KEPT = 1 << 22
+_KEY_BITS = 48  # of a sort inside the experts; the expert is above them
+STRATUM_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,8 @@ class Segments:
         return spread(values_e, self.count_e, self.expert_N.device)
 
     def sort(self, key_N: torch.Tensor) -> torch.Tensor:
-        """Positions that order every run by ascending key, stable; ``0 <= key < 2^48``."""
-        return torch.sort((self.expert_N << 48) | key_N, stable=True).indices
+        """Positions that order every run by ascending key, stable; ``0 <= key < 2^_KEY_BITS``."""
+        return torch.sort((self.expert_N << _KEY_BITS) | key_N, stable=True).indices
 
 
 def keep_everything(num_pairs: int, like: torch.Tensor) -> Selection:
@@ -106,16 +108,17 @@ def select_sampled(
 
     Args:
         size_N: float, never negative, from :func:`sampling_sizes`.
-        stratum_N: int64 in ``[0, 2^16)``: pairs with near numbers are alike. Any run of them is
-            drawn nearly as often as its sizes say, so that what is alike is not left out together.
         share_probability_e: P(quota >= 1) of a quota that was itself drawn
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
+        stratum_N: int64 in ``[0, 2^STRATUM_BITS)``: pairs with near numbers are alike. As many of
+            any run of them are kept as their probabilities say, to within one.
     """
     _check_quota(quota_e)
     device = size_N.device
-    bits = 48 if stratum_N is None else 32
-    shuffle_N = torch.randint(0, 1 << bits, size_N.shape, generator=generator, device=device)
-    key_N = shuffle_N if stratum_N is None else (stratum_N << bits) | shuffle_N
+    bits = _KEY_BITS if stratum_N is None else _KEY_BITS - STRATUM_BITS
+    key_N = torch.randint(0, 1 << bits, size_N.shape, generator=generator, device=device)
+    if stratum_N is not None:  # at random inside a stratum
+        key_N |= stratum_N << bits
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
     kept_P, probability_P = sample_pairs(
         size_N,

@@ -14,7 +14,9 @@ from lrmoe import Budget, LayerState, Recalibration
 from lrmoe.cluster.cost import Rows
 from lrmoe.cluster.exact import planned_problem, replay_pairs, totals
 from lrmoe.cluster.trace import Recorder, TraceInfo, join, read_trace, write_trace
+from lrmoe.pairs import forward_instances, sort_pairs
 from lrmoe.planner import Costs, plan
+from lrmoe.select import ONE, Segments, inclusion_probabilities, sampling_sizes
 from lrmoe.state import pairs_by_rank
 from tests.ranks import run_ranks
 
@@ -138,6 +140,61 @@ def test_a_trace_with_pairs_reproduces_its_run_exactly(run, i):
                     assert getattr(report, f"gemm_rows_{phase}") == load_W[rank]
 
 
+def is_spread(kept, score, code, quota):
+    """Whether of every run of codes as many pairs are kept as their probabilities say, to 1."""
+    segments = Segments(np.array([len(score)]), score.device)
+    sizes = sampling_sizes(score, segments, Recalibration().min_inclusion)
+    pi = inclusion_probabilities(sizes, segments, np.array([quota]))
+    off = [int(kept[code <= last].sum()) * ONE - int(pi[code <= last].sum()) for last in code]
+    return max(map(abs, off), default=0) < ONE
+
+
+@pytest.mark.dist
+def test_directions_reach_the_draw_beside_their_own_pairs(run):
+    """Over both ranks in global scope; at each instance of a rank with replicas."""
+    directory, _ = run
+    config = CONFIGS.index(Recalibration(rate=0.4, strata="gradient", scope="global"))
+    trace, found = read_trace(directory / f"{config}.parquet"), []
+    for calls, replay in of_calls(trace):
+        flat = [
+            (torch.from_numpy(pairs.expert_TK.astype(np.int64)).reshape(-1), made.reshape(-1),
+             torch.from_numpy(pairs.score_TK.copy()).reshape(-1),
+             torch.from_numpy(pairs.direction_T.astype(np.int64)).repeat_interleave(K))
+            for pairs, made in zip(calls, replay.kept_W, strict=True)
+        ]  # fmt: skip
+        expert, kept, score, code = map(torch.cat, zip(*flat, strict=True))
+        for e in range(E):
+            mine = expert == e
+            found.append(is_spread(kept[mine], score[mine], code[mine], replay.plan.quota_E[e]))
+    assert len(found) == LAYERS * STEPS * MICRO * E
+    assert all(found)
+
+    config = next(i for i, c in enumerate(CONFIGS) if c.is_stratified and c.placement != "fixed"
+                  and c.strata == "gradient" and c.rate == 0.4)  # fmt: skip
+    trace, found = read_trace(directory / f"{config}.parquet"), []
+    for calls, replay in of_calls(trace):
+        for rank, (pairs, made) in enumerate(zip(calls, replay.kept_W, strict=True)):
+            table = sort_pairs(torch.from_numpy(pairs.expert_TK.astype(np.int64)))
+            pairs_V = replay.plan.forward_WV[rank]
+            instance_N = forward_instances(replay.plan, pairs_V, torch.device("cpu"))
+            if instance_N is None:
+                continue
+            kept_N = made.reshape(-1)[table.flat_N]
+            score_N = torch.from_numpy(pairs.score_TK.copy()).reshape(-1)[table.flat_N]
+            code_N = torch.from_numpy(pairs.direction_T.astype(np.int64))[table.token_N]
+            for v, quota in enumerate(replay.plan.backward_WV[rank]):
+                mine = instance_N == v
+                found.append(is_spread(kept_N[mine], score_N[mine], code_N[mine], quota))
+    assert len(found) > E
+    assert all(found)
+
+
+def of_calls(trace):
+    """The pairs of every rank in a call, and its replay."""
+    pairs = [of_call for calls in trace.calls for of_call in calls.pairs_CW]
+    return zip(pairs, replay_pairs(trace), strict=True)
+
+
 @pytest.mark.dist
 def test_the_runs_cover_what_can_go_wrong(run):
     directory, _ = run
@@ -160,8 +217,9 @@ def test_other_settings_on_the_same_trace(run, tmp_path):
         assert np.array_equal(sum(k.sum() for k in made.kept_W), made.kept_WV.sum())
     with pytest.raises(ValueError, match="does not say hidden"):
         next(replay_pairs(replace(trace, info=replace(trace.info, hidden=0))))
+    counts = replace(trace.info, has_pairs=False, has_directions=False)
     with pytest.raises(ValueError, match="has counts alone"):
-        next(replay_pairs(replace(trace, info=replace(trace.info, has_pairs=False))))
+        next(replay_pairs(replace(trace, info=counts)))
     write_trace(tmp_path / "bare", replace(trace, info=replace(trace.info, has_directions=False)))
     bare = read_trace(tmp_path / "bare")
     with pytest.raises(ValueError, match="does not have the directions"):

@@ -132,6 +132,20 @@ def test_a_resume_that_does_not_fit_is_refused_by_name(resumed, changes, sentenc
     assert sentence in str(refused.value)
 
 
+def test_a_checkpoint_from_before_strata_is_one_without(resumed, monkeypatch):
+    def forget_strata(path):
+        manifest = read(path)
+        del manifest["agreement"]["recalibration.strata"]
+        return manifest
+
+    read = checkpoint.read_manifest
+    monkeypatch.setattr(checkpoint, "read_manifest", forget_strata)
+    with pytest.raises(ValueError, match="trained with 'none'; use that value"):
+        job.run(with_(resumed, training={"max_steps": 8}))
+    now = replace(resumed.recalibration, strata="none")
+    assert job.run(with_(resumed, training={"max_steps": 7}, recalibration=now)).completed
+
+
 def test_nothing_to_resume_is_refused(tiny, tmp_path):
     missing = replace(tiny, run_dir=str(tmp_path / "nowhere"), resume=True)
     with pytest.raises(ValueError, match="does not exist, so there is nothing to resume"):

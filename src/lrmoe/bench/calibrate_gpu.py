@@ -160,11 +160,12 @@ def _stage_seconds(layers: Sequence[Row], stages: Sequence[str]) -> float:
     staged = [row for row in layers if row.get("stages_ms")]
     if not staged:
         raise ValueError("gpu_rows: no row of the layer with the stages of its selection")
+    # A stage that a row does not name is one that its layer did not have.
     each = [
-        sum(row["stages_ms"][stage] for stage in stages) / 1e3 / (row["tokens"] * row["top_k"])
+        sum(row["stages_ms"].get(stage, 0.0) for stage in stages) / (row["tokens"] * row["top_k"])
         for row in staged
     ]
-    return float(np.mean(each))
+    return float(np.mean(each)) / 1e3
 
 
 def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from lrmoe.bench.arguments import parse_settings
 from lrmoe.cluster.cost import Rows, layer_times
-from lrmoe.cluster.exact import replay_pairs, totals
+from lrmoe.cluster.exact import replay_pairs, totals, traced_config
 from lrmoe.cluster.hardware import load_hardware
 from lrmoe.cluster.models import model_shape
 from lrmoe.cluster.replay import Cluster, LayerCalls, arm, generated, recorded, replay
 from lrmoe.cluster.trace import Trace, read_megatron, read_trace
 from lrmoe.cluster.workloads import KINDS, Workload
-from lrmoe.config import Recalibration
 from lrmoe.planner import PLACEMENTS
 from lrmoe.planner.memory import LayerShape
 from lrmoe.state import pairs_by_rank
@@ -161,7 +160,7 @@ def own_row(settings: ReplaySettings, trace: Trace) -> dict[str, Any]:
     """
     info, hardware = trace.info, load_hardware(settings.hardware)
     W, node_size = info.ep_size, min(settings.ranks_per_node, info.ep_size)
-    config = Recalibration.from_dict(info.settings)
+    config = traced_config(info)
     replays, ms_2 = list(replay_pairs(trace)), np.zeros(2)
     for r in replays:
         tokens_W = r.plan.forward_WV.sum(1) // info.top_k

@@ -7,8 +7,9 @@ What is modelled, one rule each:
    few large ones. Instances without pairs cost nothing.
 2. **All-to-all.** From rows and pairs between every two ranks: rows (one per token and rank) plus
    the bytes of each pair that travel beside them (8 there and 4 back, 12 there and 4 back in the
-   backward pass, 8 more in global scope). A rank's time is that of its busiest class of link, the
-   larger of what it sends and receives: both directions of a link, and both classes, run at once.
+   backward pass; where pairs are selected in global scope 8 more, and 4 more with strata). A
+   rank's time is that of its busiest class of link, the larger of what it sends and receives: both
+   directions of a link, and both classes, run at once.
 3. **Ranks meet at every collective**, so a stage takes its slowest rank's time and the stages add
    up: local work, rows in, GEMMs, rows out, gradients.
 4. **Replicas' weights** leave before the rows do and arrive while the home experts compute: what is
@@ -189,7 +190,7 @@ def layer_times(
     result = []
     for b, pairs_V in enumerate((plan.forward_WV.sum(0), kept_V)):
         there, back = _NOTES[b]
-        if b and is_global:
+        if b and is_global and selects:
             there += _SCORES + (_DIRECTION if is_stratified else 0)
         sent, arrived = rows.sent_22CW[:, b], rows.arrived_22CW[:, b]
         bytes_in = shape.row_bytes * sent[0] + there * sent[1]

@@ -56,6 +56,11 @@ class PairReplay:
     """Sent by each rank to others, in both passes."""
 
 
+def traced_config(info: TraceInfo) -> Recalibration:
+    """The settings of the traced run; those from before there were strata had none."""
+    return Recalibration.from_dict({"strata": "none"} | info.settings)
+
+
 def traced_shape(info: TraceInfo, state: LayerState, counts_WE: Int) -> LayerShape:
     """The sizes of a traced call."""
     sizes = LayerSizes(
@@ -129,8 +134,7 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
     if not (trace.info.hidden and trace.info.ffn and trace.info.dtype_bytes):
         raise ValueError("the trace does not say hidden, ffn and dtype_bytes, which size its rows")
     if config is None:
-        # Settings from before there were strata had none.
-        config = Recalibration.from_dict({"strata": "none"} | trace.info.settings)
+        config = traced_config(trace.info)
     if config.selection not in RULES or config.draw == "forward":
         raise ValueError(
             f"selection={config.selection!r}, draw={config.draw!r}: a trace holds the LRM alone; "
@@ -355,7 +359,8 @@ def _sent_bytes(
     result[1] += expert * (again_in + (0 if holds else again_out)) + row * moved_rows_W
     if config.effective_scope == "global" and not (made.keeps_all and made.backward_is_forward):
         pairs_out, pairs_back = others(counts_WE.reshape(W, W, -1).sum(2))
-        there = 8 if config.is_stratified else 4  # score, and direction
+        # The score, and the direction where the draw needs it.
+        there = 8 if config.is_stratified and not made.keeps_all else 4
         result[1] += there * pairs_out + (4 if made.is_home_only else 16) * pairs_back
     return result
 

@@ -68,6 +68,8 @@ class TraceInfo:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed is >= 1")
         if self.ranks % self.ep_size:
             raise ValueError(f"ep_size={self.ep_size}: must divide ranks={self.ranks}")
+        if self.has_directions and not self.has_pairs:
+            raise ValueError("has_directions=True: they are those of pairs; allowed with has_pairs")
         if self.has_pairs and self.experts > _MAX_IDS:
             raise ValueError(f"experts={self.experts}: with pairs at most {_MAX_IDS}")
 

@@ -46,7 +46,7 @@ def sample_pairs(
     """:func:`lrmoe.select.sample_pairs`.
 
     The run is read once per round of capping (two or three where no pair dominates), and three
-    times more. Free pairs' probabilities are rounded in the random order, by one unit in 2^40 at
+    times more. Free pairs' probabilities are rounded in the given order, by one unit in 2^40 at
     most otherwise than in the reference.
     """
     kept_P, probability_P = order_N.new_empty(num_kept), order_N.new_empty(num_kept)
@@ -205,7 +205,7 @@ def _sample(
         num_capped = now_capped
         rest = now_rest
 
-    # The sample: probabilities end to end in the random order, and a pair wherever the running sum
+    # The sample: probabilities end to end in the given order, and a pair wherever the running sum
     # passes a whole number.
     left = (quota - num_capped) << _UNIT_BITS
     shift = tl.load(starts + e)

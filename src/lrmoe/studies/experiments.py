@@ -18,8 +18,7 @@ import torch
 from lrmoe import layer, recalibrate
 from lrmoe.config import Recalibration
 from lrmoe.planner.problem import Float, Int
-from lrmoe.score import DIRECTION_BITS
-from lrmoe.select import Segments, Selection, sampling_sizes, select_sampled
+from lrmoe.select import STRATUM_BITS, Segments, Selection, sampling_sizes, select_sampled
 
 _DECAY = 0.9  # of what `Predicted` remembers, per step
 
@@ -83,7 +82,7 @@ def pooled(
     everything = Segments(np.array([len(score_N)]), score_N.device)
     quota = np.array([int(quota_e.sum())])
     if direction_N is not None:  # by expert first
-        direction_N = ((segments.expert_N << DIRECTION_BITS) + direction_N) // len(count_e)
+        direction_N = ((segments.expert_N << STRATUM_BITS) + direction_N) // len(count_e)
     return select_sampled(size_N, everything, quota, generator, None, direction_N)
 
 

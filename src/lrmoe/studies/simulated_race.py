@@ -17,6 +17,7 @@ from lrmoe.cluster.replay import generated, replay
 from lrmoe.config import Budget, Recalibration
 from lrmoe.studies.rows import Row
 from lrmoe.studies.systems import Systems
+from lrmoe.studies.time_to_loss import arm_config
 
 _LAYERS = 8
 _PEERS = ("symi C0", "ultraep C0")
@@ -57,7 +58,7 @@ def simulated(found: Sequence[Row], settings: Systems | None = None) -> Iterator
 
 
 def _at_scale(arm: dict[str, Any], slots: int) -> Recalibration:
-    config = Recalibration.from_dict(dict(arm))
+    config = arm_config(arm)
     return config if config.placement == "fixed" else replace(config, budget=Budget(slots=slots))
 
 

@@ -59,7 +59,7 @@ class Race:
         if self.clock not in ("wall", "cpu"):
             raise ValueError(f"clock={self.clock!r}: allowed are 'wall', 'cpu'")
         for arm in self.arms:
-            Recalibration.from_dict(dict(arm))
+            arm_config(arm)
 
     def runs(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Arm and seed, seed by seed."""
@@ -220,7 +220,7 @@ def _clock(clock: str) -> Iterator[None]:
 def train_settings(race: Race, arm: dict[str, Any], seed: int, cache: Path) -> TrainSettings:
     """The run as ``lrmoe train`` takes it."""
     path = None if race.text == "code" else str(prose_folder(cache / "prose"))
-    config = Recalibration.from_dict(arm)
+    config = arm_config(arm)
     return TrainSettings(
         run_dir=str(cache / f"race-{race.name}"),
         model=ModelSettings(preset=race.model, overrides=dict(race.overrides)),
@@ -236,6 +236,11 @@ def train_settings(race: Race, arm: dict[str, Any], seed: int, cache: Path) -> T
         ),
         recalibration=replace(config, seed=seed),
     )
+
+
+def arm_config(arm: dict[str, Any]) -> Recalibration:
+    """Its settings; an arm that does not name strata has none, whatever the default is."""
+    return Recalibration.from_dict({"strata": "none"} | arm)
 
 
 def reached(evaluations: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
@@ -266,12 +271,11 @@ def reached(evaluations: Sequence[dict[str, Any]], target: float) -> dict[str, A
 
 def name_of(arm: dict[str, Any]) -> str:
     """Placement, rule and rate."""
-    config = Recalibration.from_dict(arm)
+    config = arm_config(arm)
     rate = config.to_dict()["rate"]
     if rate == 0:
         return f"{config.placement} C0"
-    # Rows from before there were strata, or a default of them, had none.
-    strata = " strata" if arm.get("strata", "none") != "none" else ""
+    strata = " strata" if config.is_stratified else ""
     return f"{config.placement} {config.quotas} {config.selection} C{100 * rate:g}{strata}"
 
 

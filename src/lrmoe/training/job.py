@@ -201,7 +201,8 @@ def _resume_point(job: _Job, agreement: dict[str, Any]) -> Path | None:
             f"run_dir={str(directory.root)!r}: holds no complete checkpoint to resume from"
         )
     manifest = checkpoint.read_manifest(found.newest)
-    saved = manifest["agreement"]
+    # Checkpoints from before there were strata had none.
+    saved = {"recalibration.strata": "none"} | manifest["agreement"]
     for key in sorted({*saved, *agreement}):
         if saved.get(key) != agreement.get(key):
             raise ValueError(
