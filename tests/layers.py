@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe import LayerReport, LayerState, PairRecord, Recalibration, experts, token_losses
+from lrmoe import (
+    LayerReport,
+    LayerState,
+    PairRecord,
+    Recalibration,
+    experts,
+    text_code,
+    token_losses,
+)
 from lrmoe.config import SCORED_RULES, UNBIASED_RULES
 from tests import oracle
 from tests.errors import relative_error
@@ -100,6 +108,8 @@ def run_layer(
     """
     state = state or LayerState(config)
     state.captured = records = []
+    if state.config.strata == "text":
+        state.text_T = text_code(torch.arange(len(case.x), device=case.x.device) % 5)
     leaves = {
         name: getattr(case, name).detach().clone().requires_grad_(name not in frozen)
         for name in TENSORS

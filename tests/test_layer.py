@@ -27,6 +27,7 @@ from lrmoe import (
     layer,
     score,
     select,
+    text_code,
     token_losses,
 )
 from lrmoe.config import UNBIASED_RULES
@@ -175,7 +176,7 @@ def test_any_routing_equals_the_oracle(data):
         save=one_of("activations", "inputs"),
         router_grad=one_of("kept", "exact"),
         min_inclusion=one_of(0.0, 0.1, 1.0),
-        strata=one_of("none", "gradient"),
+        strata=one_of("none", "gradient", "text"),
         seed=data.draw(st.integers(0, 99)),
     )
     loss = torch.randn(len(case.x))
@@ -1021,7 +1022,14 @@ def test_exact_training_passes_gradcheck(save):
 
 @pytest.mark.parametrize("selection", UNBIASED_RULES)
 @pytest.mark.parametrize(
-    ("draw", "strata"), [("backward", "none"), ("backward", "gradient"), ("forward", "none")]
+    ("draw", "strata"),
+    [
+        ("backward", "none"),
+        ("backward", "gradient"),
+        ("backward", "text"),
+        ("forward", "none"),
+        ("forward", "text"),
+    ],
 )
 @pytest.mark.parametrize("router_grad", ["kept", "completed"])
 @pytest.mark.parametrize(
@@ -1088,8 +1096,26 @@ def test_strata_lower_the_variance_where_gradients_come_in_kinds(scope):
         assert error["gradient"][name] < 0.5 * error["none"][name]
 
 
+def test_a_text_that_is_missing_or_of_other_tokens_is_refused():
+    case, state = make_case(7), LayerState(Recalibration(rate=0.5, strata="text"))
+    with pytest.raises(ValueError, match="strata='text': no text is known for a call of 7 tokens"):
+        experts(*case[:5], state=state)
+    state.text_T = text_code(torch.arange(6))
+    with pytest.raises(ValueError, match="the text of 6 tokens is known for a call of 7 tokens"):
+        experts(*case[:5], state=state)
+    with torch.no_grad():
+        experts(*case[:5], state=state)  # nothing is drawn
+
+
 @pytest.mark.parametrize(
-    "settings", [{"selection": "top"}, {"draw": "forward"}, {"strata": "none"}, {"rate": 0.0}]
+    "settings",
+    [
+        {"selection": "top"},
+        {"draw": "forward"},
+        {"strata": "none"},
+        {"strata": "text"},
+        {"rate": 0.0},
+    ],
 )
 def test_directions_are_not_worked_out_where_nothing_is_drawn_by_them(settings, monkeypatch):
     calls = []

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lrmoe.score import _hyperplanes, direction
+from lrmoe.score import _hyperplanes, direction, text_code
 from lrmoe.select import STRATUM_BITS
 
 
@@ -90,3 +90,27 @@ def test_codes_do_not_depend_on_the_defaults_of_the_process():
         direction(rows)
     leaf = rows.clone().requires_grad_()
     assert torch.equal(direction(leaf), want)  # what is kept is no inference tensor
+
+
+def test_tokens_with_one_successor_are_together_and_equal_ones_among_them():
+    ids = torch.randint(0, 150_000, (6, 400), generator=torch.Generator().manual_seed(0))
+    ids[:, ::3] = ids[:, ::3] % 20  # frequent ones
+    code_T, successor_T = text_code(ids), ids.roll(-1, dims=1).reshape(-1)
+    assert code_T.shape == (2400,)
+    assert ((code_T >= 0) & (code_T < 2**STRATUM_BITS)).all()
+    upper_T = code_T >> 6
+    for successor in successor_T.unique():
+        assert len(upper_T[successor_T == successor].unique()) == 1
+    kinds = torch.stack([successor_T, ids.reshape(-1)], 1)
+    same = (kinds[:, None] == kinds[None]).all(2)
+    assert (code_T[:, None] == code_T[None])[same].all()
+    # Others rarely share a number: 2 in 65,536 at random, more where the successor is the same.
+    assert (code_T[:, None] == code_T[None])[~same].double().mean() < 0.005
+    assert len(upper_T.unique()) > 500
+    assert torch.equal(text_code(ids[0].int()), code_T[:400])
+
+
+def test_text_that_is_none_is_refused():
+    for bad in (torch.rand(3), torch.zeros(1, 2, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="allowed are integers of shape"):
+            text_code(bad)

@@ -197,6 +197,45 @@ def test_a_copied_model_is_on_its_own(model, batch):
     assert [s.config.rate for s in handle.states] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("draw", ["backward", "forward"])
+def test_a_draw_by_text_takes_it_from_the_models_input(model, batch, draw):
+    by_text = Recalibration(rate=0.5, draw=draw, strata="text")
+    handle = lrmoe.configure(model, by_text)
+    gradients_of(model, batch)
+    want_T = lrmoe.text_code(batch["input_ids"])
+    assert all(torch.equal(state.text_T, want_T) for state in handle.states)
+    model(batch["input_ids"][:1])  # by position
+    assert all(len(state.text_T) == batch["input_ids"].shape[1] for state in handle.states)
+    twin = copy.deepcopy(model)
+    other = lrmoe.configure(twin, by_text)
+    gradients_of(twin, batch)
+    assert all(torch.equal(state.text_T, want_T) for state in other.states)
+    assert all(len(state.text_T) == batch["input_ids"].shape[1] for state in handle.states)
+    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks) == 1
+    embeddings = model.get_input_embeddings()(batch["input_ids"])
+    with pytest.raises(ValueError, match="strata='text': no text is known"):
+        model(inputs_embeds=embeddings)
+
+
+def test_a_recomputed_call_is_laid_out_by_its_own_text(model):
+    """Two forward passes before two backward passes, under activation checkpointing."""
+    handle = lrmoe.configure(model, Recalibration(rate=0.5, strata="text"))
+    before, batches = handle.state_dict(), make_batches(2)
+
+    def gradients():
+        handle.load_state_dict(before)
+        model.zero_grad()
+        losses = [model(**batch).loss for batch in batches]
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_saved_handle_draws_what_the_interrupted_run_would_have_drawn(model, batch):
     handle = lrmoe.configure(model, HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -12,6 +12,7 @@ from lrmoe.config import AutoRate, Budget, Recalibration
 from lrmoe.layer import experts
 from lrmoe.planner import InfeasiblePlan, Plan, PlanProblem, plan
 from lrmoe.report import LayerReport, PairRecord
+from lrmoe.score import text_code
 from lrmoe.state import LayerState, token_losses
 
 if TYPE_CHECKING:
@@ -54,5 +55,6 @@ __all__ = [
     "experts",
     "plan",
     "register_transformers",
+    "text_code",
     "token_losses",
 ]

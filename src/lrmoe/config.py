@@ -146,10 +146,11 @@ class Recalibration:
     min_inclusion: float = 0.1
     """rho of the specification: how much of the size of a pair in ``sampled`` is uniform."""
     strata: str = "gradient"
-    """Of the unbiased rules when they draw in the backward pass. ``gradient``: pairs of an expert
-    whose tokens' output gradients point the same way are drawn evenly, which leaves every
-    probability as it is and usually lowers the variance (``docs/method.md``). ``none``: in random
-    order."""
+    """Of the unbiased rules: pairs of an expert that are alike are drawn evenly, which leaves every
+    probability as it is and usually lowers the variance (``docs/method.md``). ``gradient``: by
+    where the tokens' output gradients point; a draw in the forward pass, which does not know them,
+    is then in random order. ``text``: by the token's successor and the token itself
+    (:func:`lrmoe.text_code`). ``none``: in random order."""
     seed: int = 0
     auto: AutoRate = field(default_factory=AutoRate)
     """Of ``rate="auto"``; other rates do not look at it."""
@@ -166,7 +167,7 @@ class Recalibration:
             "draw": ("backward", "forward"),
             "rows": ("exact", "static"),
             "save": ("activations", "inputs"),
-            "strata": ("none", "gradient"),
+            "strata": ("none", "gradient", "text"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -222,8 +223,9 @@ class Recalibration:
 
     @property
     def is_stratified(self) -> bool:
-        """Whether the draw needs the directions of the output gradients."""
-        return self.strata == "gradient" and self.is_unbiased and self.draw == "backward"
+        """Whether the draw is laid out by anything."""
+        by_gradient = self.strata == "gradient" and self.draw == "backward"
+        return self.is_unbiased and (by_gradient or self.strata == "text")
 
     @property
     def is_auto(self) -> bool:

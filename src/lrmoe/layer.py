@@ -46,7 +46,14 @@ from lrmoe.recalibrate import choose_pairs, measure_noise, router_gradient
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm
 from lrmoe.select import Selection
-from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
+from lrmoe.state import (
+    CallRecord,
+    LayerSizes,
+    LayerState,
+    is_recomputation,
+    pairs_by_rank,
+    refuse_call,
+)
 
 _ACTIVATIONS: dict[str, Activation | None] = {
     "silu": None,
@@ -116,6 +123,7 @@ def experts(
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         _check_budget(state, dtype, gate_up_proj.shape[2], down_proj.shape[2])
+        _check_text(state, hidden_states.shape[0])
     except ValueError:
         refuse_call(exchange, gate_up_proj, state)
         raise
@@ -261,7 +269,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         if config.draw == "forward":
             if record.selection is None:
                 record.selection = choose_pairs(
-                    p_N, None, h_norm_sq_N, pairs, record, state, exchange
+                    p_N, None, h_norm_sq_N, pairs, record, state, exchange, _strata(record, None)
                 )
             announced = dispatch.announce_kept(
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
@@ -334,7 +342,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record,
                 state,
                 exchange,
-                direction(grad_TD) if config.is_stratified and not plan.keeps_all else None,
+                _strata(record, grad_TD),
             )
             announced = dispatch.announce_kept(
                 selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange
@@ -404,6 +412,17 @@ class _RecalibratedExperts(torch.autograd.Function):
         return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
 
 
+def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | None:
+    """What the call's sample is laid out by; nothing where none is drawn."""
+    config = record.config
+    if not config.is_stratified or record.plan.keeps_all:
+        return None
+    if config.strata == "text":
+        return record.text_T
+    assert grad_TD is not None
+    return direction(grad_TD)
+
+
 def _router_gradient(
     config: Recalibration,
     saved: dict[str, torch.Tensor],
@@ -439,6 +458,20 @@ def _check_budget(state: LayerState | None, dtype: torch.dtype, *widths: int) ->
             f"budget.memory={budget}: the experts' products are padded with dtype={dtype}, widths "
             f"{widths}, which the memory model does not count; allowed are float32, bfloat16 and "
             "float16 with widths of a multiple of 16 bytes"
+        )
+
+
+def _check_text(state: LayerState | None, num_tokens: int) -> None:
+    if state is None or state.config.strata != "text" or not torch.is_grad_enabled():
+        return
+    if is_recomputation():  # which has the text of the first call
+        return
+    text_T = state.text_T
+    if text_T is None or text_T.shape != (num_tokens,):
+        found = "no text is" if text_T is None else f"the text of {len(text_T)} tokens is"
+        raise ValueError(
+            f"strata='text': {found} known for a call of {num_tokens} tokens; give the configured "
+            "model input_ids, or set LayerState.text_T = lrmoe.text_code(input_ids) before the call"
         )
 
 

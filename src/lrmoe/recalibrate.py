@@ -41,14 +41,14 @@ def choose_pairs(
     call: CallRecord,
     state: LayerState,
     exchange: Exchange,
-    direction_T: torch.Tensor | None = None,
+    stratum_T: torch.Tensor | None = None,
 ) -> Selection:
     """The kept pairs of this rank, within the plan's quotas.
 
     Args:
         grad_norm_sq_T: ``None`` when drawn in the forward pass: the sizes are then ``p |h|``.
-        direction_T: int64, of the output gradient (:func:`lrmoe.score.direction`), where the
-            settings ask for it.
+        stratum_T: int64, what the sample is laid out by (:func:`lrmoe.score.direction` or
+            :func:`lrmoe.score.text_code`), if by anything.
     """
     plan, config, rank = call.plan, call.config, exchange.rank
     if plan.keeps_all and plan.backward_is_forward:
@@ -63,9 +63,9 @@ def choose_pairs(
         loss_T = current_token_losses(grad_norm_sq_T.shape[0])
         loss_N = loss_T.to(p_N.device, p_N.dtype)[pairs.token_N]
     score_N = control_score(config.selection, p_N, grad_norm_sq_N, h_norm_sq_N, loss_N, generator)
-    direction_N = None if direction_T is None else direction_T[pairs.token_N]
+    stratum_N = None if stratum_T is None else stratum_T[pairs.token_N]
     if plan.quota_WE is None:
-        return _choose_at_home(score_N, direction_N, call, exchange, generator)
+        return _choose_at_home(score_N, stratum_N, call, exchange, generator)
     assert plan.backward_WV is not None
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
     if forward_N is not None and plan.keeps_strata:
@@ -78,14 +78,14 @@ def choose_pairs(
             plan.share_probability(rank),
             config,
             generator,
-            None if direction_N is None else direction_N[pair_M],
+            None if stratum_N is None else stratum_N[pair_M],
         )
         kept_P, order_P = pair_M[chosen.kept_P].sort()
         return Selection(kept_P=kept_P, weight_P=chosen.weight_P[order_P])
     share_WE = plan.share_probability_WE
     share_E = None if share_WE is None else share_WE[rank]
     counts_E, quota_E = call.counts_WE[rank], plan.quota_WE[rank]
-    chosen = _select(score_N, counts_E, quota_E, share_E, config, generator, direction_N)
+    chosen = _select(score_N, counts_E, quota_E, share_E, config, generator, stratum_N)
     if forward_N is None:
         return chosen
     return _rerouted(
@@ -100,19 +100,19 @@ def _select(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
-    direction_N: torch.Tensor | None = None,
+    stratum_N: torch.Tensor | None = None,
 ) -> Selection:
     """The rule, inside each run of pairs."""
     segments = Segments(count_e, score_N.device)
     if not config.is_unbiased:
         return select_top(score_N, segments, quota_e)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)
-    return select_sampled(size_N, segments, quota_e, generator, share_e, direction_N)
+    return select_sampled(size_N, segments, quota_e, generator, share_e, stratum_N)
 
 
 def _choose_at_home(
     score_N: torch.Tensor,
-    direction_N: torch.Tensor | None,
+    stratum_N: torch.Tensor | None,
     call: CallRecord,
     exchange: Exchange,
     generator: torch.Generator,
@@ -130,15 +130,15 @@ def _choose_at_home(
     receive_W = as_list(counts_We.sum(1))
     order = arrival_order(counts_We, np.zeros(W, np.int64), device)
     # Expert-major order has the lower rank first, then the lower pair: ties fall by global pair id.
-    # Directions are exact in float32, so they travel beside the scores.
+    # Strata are exact in float32, so they travel beside the scores.
     sent_N2 = score_N[:, None]
-    if direction_N is not None:
-        sent_N2 = torch.stack([score_N, direction_N.to(score_N.dtype)], dim=1)
+    if stratum_N is not None:
+        sent_N2 = torch.stack([score_N, stratum_N.to(score_N.dtype)], dim=1)
     arrived_R2 = order.to_expert_major(exchange.all_to_all(sent_N2, send_W, receive_W))
     score_R = arrived_R2[:, 0].contiguous()
-    direction_R = None if direction_N is None else arrived_R2[:, 1].long()
+    stratum_R = None if stratum_N is None else arrived_R2[:, 1].long()
     chosen = _select(
-        score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, direction_R
+        score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, stratum_R
     )
     if W == 1:
         return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))

@@ -14,6 +14,8 @@ import torch
 from lrmoe.select import STRATUM_BITS
 from lrmoe.upload import upload
 
+_SUCCESSOR_BITS = 10
+
 
 def lrm(p_N: torch.Tensor, grad_norm_sq_N: torch.Tensor, h_norm_sq_N: torch.Tensor) -> torch.Tensor:
     """``p^2 |G|^2 |h|^2``: the squared Frobenius norm of the pair's own term in dL/dW_down.
@@ -60,6 +62,35 @@ def direction(grad_TD: torch.Tensor) -> torch.Tensor:
     # The number at a place in the order of a Gray code: bit b is the parity of its first b signs.
     bit_TB = sign_TB.cumsum(1).bitwise_and_(1)
     return (bit_TB << torch.arange(STRATUM_BITS - 1, -1, -1, device=grad_TD.device)).sum(1)
+
+
+def text_code(input_ids: torch.Tensor) -> torch.Tensor:
+    """What each token is followed by, and what it is, as a number: int64 ``[B * S]``.
+
+    Tokens with the same successor are together, and among them the same tokens: 10 bits of a hash
+    of the successor, then 6 of the token. The gradient of a language model's loss depends on the
+    successor most. The last token of a sequence has none; it counts as followed by the first.
+
+    Args:
+        input_ids: integer, [B, S] or [S].
+
+    Raises:
+        ValueError: for other types or dimensions.
+    """
+    if input_ids.is_floating_point() or input_ids.ndim not in (1, 2):
+        raise ValueError(
+            f"input_ids: {input_ids.dtype} of shape {tuple(input_ids.shape)}; allowed are integers "
+            "of shape [B, S] or [S]"
+        )
+    ids = input_ids.long()
+    successor = _hash(ids.roll(-1, dims=-1)) >> (32 - _SUCCESSOR_BITS)
+    token = _hash(ids) >> (32 - (STRATUM_BITS - _SUCCESSOR_BITS))
+    return ((successor << (STRATUM_BITS - _SUCCESSOR_BITS)) | token).reshape(-1)
+
+
+def _hash(ids: torch.Tensor) -> torch.Tensor:
+    """32 bits; Knuth's multiplicative hash, whose upper bits are the good ones."""
+    return (ids * 2_654_435_761) & 0xFFFFFFFF
 
 
 @cache

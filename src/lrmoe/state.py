@@ -65,6 +65,8 @@ class CallRecord:
     kept_host: tuple[Any, ...] | None = None
     """Counts of the kept pairs (``draw="forward"``)."""
     was_replayed: bool = False
+    text_T: torch.Tensor | None = None
+    """Of its tokens (``strata="text"``)."""
     casts_weights: bool = False
     """Whether the weights of the call are copies in another dtype, which the call keeps."""
     forward_moment: tuple[dict[str, int], int] | None = None
@@ -113,6 +115,9 @@ class LayerState:
         self.layer = layer
         self.is_timed = False
         """Whether calls measure ``fwd_ms`` and ``bwd_ms`` of the report."""
+        self.text_T: torch.Tensor | None = None
+        """int64 [T] of the coming call's tokens, for ``strata="text"``; ``configure`` has it set
+        from the model's ``input_ids``."""
         self.step = 0
         self.micro_batch = 0
         self.version = 0
@@ -181,10 +186,8 @@ class LayerState:
             RuntimeError: on every rank, if a recomputation under activation checkpointing does not
                 route as the first forward did.
         """
-        # Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
-        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_differentiable and is_hooked and is_in_backward:
+        is_hooked, is_in_backward = _is_hooked(), _is_in_backward()
+        if is_differentiable and is_recomputation():
             replayed = self._replay(exchange, top_k_index_TK)
             if replayed is not None:
                 return replayed
@@ -229,6 +232,7 @@ class LayerState:
             rows_WW=rows_WW,
             number=next(self._numbers) if is_differentiable else -1,
             may_be_recomputed=is_hooked,
+            text_T=self.text_T if self.config.strata == "text" else None,
             casts_weights=sizes.cast_bytes > 0,
         )
         if is_differentiable:
@@ -465,6 +469,22 @@ def _gather_counts(
     rows_WW = gathered[:, num_experts : num_experts + W]
     noise_WB = gathered[:, num_experts + W : -6]
     return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
+
+
+def is_recomputation() -> bool:
+    """Whether a call with a graph is one that activation checkpointing makes again.
+
+    Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
+    """
+    return _is_hooked() and _is_in_backward()
+
+
+def _is_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _node() -> int:

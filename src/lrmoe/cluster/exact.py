@@ -140,6 +140,11 @@ def replay_pairs(trace: Trace, config: Recalibration | None = None) -> Iterator[
             f"selection={config.selection!r}, draw={config.draw!r}: a trace holds the LRM alone; "
             f"allowed are {', '.join(map(repr, RULES))} with draw='backward'"
         )
+    if config.is_stratified and config.strata == "text":
+        raise ValueError(
+            "strata='text': a trace does not have the text; replay it with strata='gradient' or "
+            "'none', or its counts alone"
+        )
     if config.is_auto:
         raise ValueError(
             "rate='auto': a trace does not say what rates the layers chose; only counts can be "

@@ -23,6 +23,7 @@ from lrmoe.kernels.gated import Activation
 from lrmoe.layer import experts
 from lrmoe.planner import load_compiled
 from lrmoe.report import LayerReport, PairRecord
+from lrmoe.score import text_code
 from lrmoe.state import LayerState
 from lrmoe.step_memory import StepMemory
 
@@ -192,6 +193,17 @@ class Handle:
         return True
 
 
+def _note_text(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Before a forward pass: leave its text with the layers that draw by it."""
+    states = model.__dict__["_lrmoe_handle"].states
+    if not any(state.config.strata == "text" for state in states):
+        return
+    ids = keywords.get("input_ids", arguments[0] if arguments else None)
+    text_T = None if ids is None or ids.is_floating_point() else text_code(ids)
+    for state in states:
+        state.text_T = text_T
+
+
 def configure(model: nn.Module, config: Recalibration | dict[str, Any] | None = None) -> Handle:
     """Set how the MoE layers of a model run; call again to change it. Never replaces a parameter.
 
@@ -236,6 +248,8 @@ def configure(model: nn.Module, config: Recalibration | dict[str, Any] | None = 
     for other in [h for h in _handles if h._model() is model]:
         _handles.discard(other)  # the steps of a layer must be counted once
     _handles.add(handle)
+    if _note_text not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_note_text, with_kwargs=True)
     # The model keeps its handle alive: layers step with the optimizer whoever else forgets it.
     model.__dict__["_lrmoe_handle"] = handle
     return handle

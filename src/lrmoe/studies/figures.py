@@ -135,7 +135,8 @@ def rule_name(arm: Arm) -> str:
     """The rule and its draw."""
     config = arm.recalibration
     draw = ", drawn forward" if config.draw == "forward" else ""
-    draw += ", strata" if config.is_stratified else ""
+    if config.is_stratified:
+        draw += ", text strata" if config.strata == "text" else ", strata"
     return (arm.experiment or config.selection) + draw
 
 
