@@ -418,7 +418,8 @@ def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | 
     if not config.is_stratified or record.plan.keeps_all:
         return None
     if config.strata == "text":
-        return record.text_T
+        assert record.text_T is not None
+        return record.text_T.to(record.top_k_index_TK.device)
     assert grad_TD is not None
     return direction(grad_TD)
 
