@@ -122,6 +122,7 @@ def race_row(arm, target, ms, seed=0):
         "ms_to_target": ms,
         "steps_to_target": None if ms is None else ms / 10,
         "clock": "cpu",
+        "rate": 0.0 if arm == "symi C0" else 0.2,
         "imbalance_fwd": 1.8,
         "imbalance_bwd": 1.0,
         "backward_fraction": 0.8,
@@ -147,4 +148,5 @@ def test_one_run_without_a_partner_draws_nothing(tmp_path):
 
 
 def test_every_rule_has_a_color():
-    assert {*SCORED_RULES, *UNBIASED_RULES, *EXPERIMENTS} <= set(figures._COLORS)
+    strata = {f"{rule}, strata" for rule in UNBIASED_RULES}
+    assert {*SCORED_RULES, *UNBIASED_RULES, *EXPERIMENTS, *strata} <= set(figures._COLORS)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _COLORS = {
     "sampled": "#3b6ea8",
     "sampled, strata": "#123f73",
+    "sampled, text strata": "#1f8a8a",
     "sampled, drawn forward": "#7fb2e5",
+    "sampled, drawn forward, text strata": "#7fd0d0",
     "random_unbiased": "#5a9e6f",
     "random_unbiased, strata": "#2d6b41",
     "top": "#c8713c",
@@ -171,7 +173,7 @@ def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
     """The default rule after long runs: every seed, the mean, and its 95 % bound."""
     figure, (axes,) = _panels(1, width=9.6, height=3.8)
     protocols = _protocols(finals)
-    for comparison in finals:
+    for comparison in sorted(finals, key=lambda c: c["arm"].recalibration.rate):
         rate, rule = comparison["arm"].recalibration.rate, rule_name(comparison["arm"])
         is_low, is_old = rate <= _LOW_RATE, rule == _FINAL_RULES[1]
         place = protocols.index(comparison["protocol"]) - 0.3 + 0.4 * (not is_low) + 0.17 * is_old
@@ -442,23 +444,35 @@ def _gradient_table(gradients: Sequence[Row]) -> str:
 def _races(races: Sequence[Row]) -> Figure:
     """MoE-layer time until each loss over that of SYMI at C0, a panel per race."""
     names = list(dict.fromkeys(row["race"] for row in races))
+    # One colour for an arm in every panel, the exact runs first.
+    rates = {row["arm"]: row["rate"] for row in races}
+    all_arms = sorted(rates, key=lambda arm: rates[arm])
     figure, panels = _panels(len(names), width=6.4, height=3.8)
     for axes, name in zip(panels, names, strict=True):
         mine = [row for row in races if row["race"] == name]
         targets = list(dict.fromkeys(row["target_loss"] for row in mine))
-        arms = list(dict.fromkeys(row["arm"] for row in mine))
+        present = {row["arm"] for row in mine}
+        arms = [arm for arm in all_arms if arm in present]
+        width = 0.8 / len(arms)
         for i, arm in enumerate(arms):
             ratios = [_over_symi(mine, arm, target) for target in targets]
-            places = [t + (i - (len(arms) - 1) / 2) * 0.16 for t in range(len(targets))]
+            places = [t + (i - (len(arms) - 1) / 2) * width for t in range(len(targets))]
             heights = [math.nan if ratio is None else ratio for ratio in ratios]
-            axes.bar(places, heights, width=0.15, label=arm, color=f"C{i}", alpha=0.8)
+            color = f"C{all_arms.index(arm)}"
+            axes.bar(places, heights, width=0.94 * width, label=arm, color=color, alpha=0.8)
         axes.axhline(1, color="black", lw=0.8)
         axes.set_xticks(range(len(targets)), [f"{t:g}" for t in targets])
         axes.set(xlabel="validation loss", ylabel=f"MoE-layer time over {_PEER} ({_clock(mine)})")
         axes.set_title(f"{name}, two ranks, {_seeds(len({r['seed'] for r in mine}))}")
         axes.grid(alpha=0.3, axis="y")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize="x-small", loc="outside lower center", ncols=5)
+    shown: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    arms = [arm for arm in all_arms if arm in shown]
+    figure.legend(
+        [shown[arm] for arm in arms], arms, fontsize="x-small", loc="outside lower center", ncols=4
+    )
     return figure
 
 
