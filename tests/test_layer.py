@@ -1105,6 +1105,8 @@ def test_a_text_that_is_missing_or_of_other_tokens_is_refused():
         experts(*case[:5], state=state)
     with torch.no_grad():
         experts(*case[:5], state=state)  # nothing is drawn
+    biased = LayerState(Recalibration(rate=0.5, selection="top", strata="text"))
+    experts(*case[:5], state=biased)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,10 @@ def test_a_draw_by_text_takes_it_from_the_models_input(model, batch, draw):
     embeddings = model.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(ValueError, match="strata='text': no text is known"):
         model(inputs_embeds=embeddings)
+    # What is no text is left to the layer's check, which tells every rank.
+    for ids in (batch["input_ids"][None], embeddings, [1, 2]):
+        plugin._note_text(model, (), {"input_ids": ids})
+        assert all(state.text_T is None for state in handle.states)
 
 
 def test_a_recomputed_call_is_laid_out_by_its_own_text(model):

@@ -312,9 +312,8 @@ def _backward_splits(
     splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
-    if (
-        exchange.keeps_rows and plan.backward_WV is not None
-    ):  # the rows are all tokens: nothing to ask
+    if exchange.keeps_rows and plan.backward_WV is not None:
+        # The rows are all tokens: nothing to ask.
         pairs_WW = pairs_by_rank(plan, plan.backward_WV)
         all_rows = forward_splits.send_rows_W
         return plan.backward_WV, _splits(0, pairs_WW, all_rows, all_rows), None

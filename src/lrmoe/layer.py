@@ -46,14 +46,7 @@ from lrmoe.recalibrate import choose_pairs, measure_noise, router_gradient
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm
 from lrmoe.select import Selection
-from lrmoe.state import (
-    CallRecord,
-    LayerSizes,
-    LayerState,
-    is_recomputation,
-    pairs_by_rank,
-    refuse_call,
-)
+from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 
 _ACTIVATIONS: dict[str, Activation | None] = {
     "silu": None,
@@ -463,9 +456,9 @@ def _check_budget(state: LayerState | None, dtype: torch.dtype, *widths: int) ->
 
 
 def _check_text(state: LayerState | None, num_tokens: int) -> None:
-    if state is None or state.config.strata != "text" or not torch.is_grad_enabled():
+    if state is None or not state.config.is_stratified or state.config.strata != "text":
         return
-    if is_recomputation():  # which has the text of the first call
+    if not torch.is_grad_enabled() or state.is_recomputing:  # which has the text of the first call
         return
     text_T = state.text_T
     if text_T is None or text_T.shape != (num_tokens,):

@@ -68,7 +68,7 @@ def choose_pairs(
         return _choose_at_home(score_N, stratum_N, call, exchange, generator)
     assert plan.backward_WV is not None
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
-    if forward_N is not None and plan.keeps_strata:
+    if forward_N is not None and plan.draws_in_place:
         # Drawn from the pairs at each instance, so that none moves.
         pair_M = torch.sort(forward_N, stable=True).indices
         chosen = _select(

@@ -139,6 +139,12 @@ class LayerState:
         """Numbers that travel with the counts of a call so that all ranks choose one rate."""
         return NUM_SUMS if self.config.is_auto else 0
 
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a call made now is one of this layer's that checkpointing makes again."""
+        is_candidate = any(call.may_be_recomputed for call in self._calls.values())
+        return is_candidate and _is_hooked() and _is_in_backward()
+
     def finish_step(self) -> None:
         """An optimizer step ends here: the next call belongs to the next step."""
         self.step += 1
@@ -187,7 +193,8 @@ class LayerState:
                 route as the first forward did.
         """
         is_hooked, is_in_backward = _is_hooked(), _is_in_backward()
-        if is_differentiable and is_recomputation():
+        # Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
+        if is_differentiable and is_hooked and is_in_backward:
             replayed = self._replay(exchange, top_k_index_TK)
             if replayed is not None:
                 return replayed
@@ -469,14 +476,6 @@ def _gather_counts(
     rows_WW = gathered[:, num_experts : num_experts + W]
     noise_WB = gathered[:, num_experts + W : -6]
     return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
-
-
-def is_recomputation() -> bool:
-    """Whether a call with a graph is one that activation checkpointing makes again.
-
-    Only non-reentrant checkpointing recomputes a call that has a graph; it sets hooks.
-    """
-    return _is_hooked() and _is_in_backward()
 
 
 def _is_hooked() -> bool:

@@ -104,6 +104,27 @@ def test_everything_regenerates_from_the_rows(results, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_pairs_of_all_protocols_and_strata_have_tables_of_their_own():
+    strata, none = ({"rate": 0.5, "strata": s} for s in ("gradient", "none"))
+    runs = [
+        row(seed, arm, loss + 0.01 * seed)
+        for arm, loss in ((None, 2.0), (none, 2.2), (strata, 2.1))
+        for seed in range(figures._FINAL_SEEDS)
+    ]
+    for one in runs:
+        one["settings"]["protocol"]["steps"] = figures._FINAL_STEPS
+    text = figures.tables(runs, [])
+    _, together, minus = text.split("\n## ")[-3:]
+    assert "all protocols together" in together
+    assert f"| sampled C50 strata=gradient | {len(runs) // 3} | +4.9" in together
+    assert "With strata, minus the same without" in minus
+    assert f"sampled C50 strata=gradient | {len(runs) // 3} | -4.5" in minus
+    one["val_loss"] = None
+    text = figures.tables(runs, [])
+    assert f"| sampled C50 strata=gradient | {len(runs) // 3} | +inf |  |  |" in text
+    assert f"sampled C50 strata=gradient | {len(runs) // 3} | +nan |  |  |" in text
+
+
 def test_what_has_no_rows_is_left_out(results, tmp_path, capsys):
     (results / "gradient.jsonl").unlink()
     assert "gradient_bias.png" not in draw(results, tmp_path / "a")

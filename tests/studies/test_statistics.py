@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lrmoe.studies.statistics import estimate, paired, t_quantile_95
+from lrmoe.studies.statistics import estimate, paired, strata_differences, t_quantile_95
 from tests.studies.grids import row
 
 SAMPLED = {"rate": 0.5}
 TOP = {"rate": 0.5, "selection": "top"}
+STRATA = {"rate": 0.5, "strata": "gradient"}
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 4, 9, 29, 30, 31, 45, 100, 1000])
@@ -76,3 +77,31 @@ def test_rows_of_different_settings_are_not_compared(key):
 def test_a_run_counts_once():
     with pytest.raises(ValueError, match="two rows of one run: sampled C50"):
         paired([row(0), row(0, SAMPLED), row(0, SAMPLED)])
+
+
+def test_strata_are_set_against_the_same_arm_without():
+    plain = {"rate": 0.5, "strata": "none"}
+    other = {"rate": 0.2, "strata": "none"}
+    rows = [
+        *(row(seed, plain, 2.0) for seed in (0, 1)),
+        *(row(seed, STRATA, 2.0 + 0.02 * (1 + seed)) for seed in (0, 1, 2)),  # 2 has no partner
+        row(0, other, 1.0),
+        row(0),
+        row(0, {**STRATA, "rate": 0.3}),
+    ]
+    (found,) = strata_differences(rows)
+    assert found["arm"].name == "sampled C50 strata=gradient"
+    assert found["difference"].count == 2
+    assert found["difference"].mean == pytest.approx(1.5)
+    with pytest.raises(ValueError, match="torch='another'"):
+        strata_differences([*rows[:2], row(0, STRATA, torch="another")])
+
+
+@pytest.mark.parametrize("losses", [(None, 2.0), (2.0, None), (None, None)])
+def test_a_difference_of_a_run_that_diverged_is_not_a_number(losses):
+    with_strata, without = losses
+    rows = [row(0, STRATA, with_strata), row(0, {"rate": 0.5, "strata": "none"}, without)]
+    rows += [row(1, STRATA), row(1, {"rate": 0.5, "strata": "none"})]
+    (found,) = strata_differences(rows)
+    assert math.isnan(found["difference"].mean)
+    assert found["difference"].bound is None

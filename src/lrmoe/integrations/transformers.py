@@ -199,7 +199,10 @@ def _note_text(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str,
     if not any(state.config.strata == "text" for state in states):
         return
     ids = keywords.get("input_ids", arguments[0] if arguments else None)
-    text_T = None if ids is None or ids.is_floating_point() else text_code(ids)
+    # What is no text is refused by the layer, where every rank hears of it.
+    text_T = None
+    if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.ndim in (1, 2):
+        text_T = text_code(ids)
     for state in states:
         state.text_T = text_T
 

@@ -294,14 +294,14 @@ class Plan:
         return len(self.instance_expert_V) == len(self.quota_E)
 
     @property
-    def keeps_strata(self) -> bool:
+    def draws_in_place(self) -> bool:
         """Whether sources can draw from their pairs at each instance, so that no pair moves."""
         return self.backward_WV is not None and bool((self.backward_WV <= self.forward_WV).all())
 
     @property
     def backward_is_forward(self) -> bool:
         """Whether no kept pair can be planned away from where its forward pass was."""
-        return self.is_home_only or self.keeps_strata
+        return self.is_home_only or self.draws_in_place
 
     @property
     def is_replica(self) -> Bool:

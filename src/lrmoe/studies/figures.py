@@ -14,9 +14,10 @@ from lrmoe.studies import rows
 from lrmoe.studies.convergence import COLUMNS, cells, describe
 from lrmoe.studies.rows import Row, run_of
 from lrmoe.studies.settings import Arm, Protocol
-from lrmoe.studies.statistics import paired
+from lrmoe.studies.statistics import Estimate, estimate, paired, strata_differences
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLORS = {
@@ -120,6 +121,12 @@ def tables(runs: Sequence[Row], gradients: Sequence[Row], races: Sequence[Row] =
     for protocol in _protocols(comparisons):
         mine = [c for c in comparisons if c["protocol"] == protocol]
         parts += [f"## {describe(protocol)}", _comparison_table(mine)]
+    finals = [c for c in comparisons if _is_final(c)]
+    if finals:
+        parts += ["## The default rule in long runs, all protocols together", _final_table(finals)]
+    differences = strata_differences(runs)
+    if differences:
+        parts += ["## With strata, minus the same without", _strata_table(differences)]
     for study in dict.fromkeys(row["study"] for row in gradients):
         parts += [
             f"## Gradients: {study}",
@@ -354,6 +361,8 @@ def _explained(
 
 def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figure:
     """The loss a rule ends at over the error of its gradient, and over the bias."""
+    from matplotlib.ticker import NullFormatter
+
     figure, panels = _panels(2, width=6.4, height=5.0)
     measures = {
         "error_one": "error of one batch's gradient, all parameters",
@@ -361,13 +370,16 @@ def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figur
     }
     least = 0.003  # what is lower is drawn here: the axes are logarithmic
     for axes, (key, title) in zip(panels, measures.items(), strict=True):
+        axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
+        axes.grid(alpha=0.3, which="both")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        places = {}
         for arm, excess, errors in explained:
             place = (max(errors[key], least), max(excess, least))
             mark = "o" if arm.recalibration.is_unbiased else "s"
             axes.plot(*place, mark, color=_color(rule_name(arm)))
-            axes.annotate(arm.name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
-        axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
-        axes.grid(alpha=0.3, which="both")
+            places[arm.name.replace("strata=gradient", "strata")] = place
+        _label(axes, places)
     factor = quadratic_factor(explained)
     if factor is not None:
         ends = [
@@ -380,6 +392,25 @@ def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figur
         panels[0].legend(fontsize="x-small")
     panels[0].set_title("circles: unbiased rules; squares: weight 1", fontsize="small")
     return figure
+
+
+def _label(axes: Axes, places: dict[str, tuple[float, float]]) -> None:
+    """Names beside their points, each as far down as those it would cover need."""
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * (high / low) ** 0.2)  # room for names at the right
+    size, line = 6, 8
+    taken: list[tuple[float, float, float]] = []
+    for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
+        left, height = axes.transData.transform(place) * 72 / axes.figure.dpi
+        right, at = left + 0.6 * size * len(name), height
+        for other_left, other_right, other_at in taken:  # from the top down
+            if left < other_right and right > other_left and abs(at - other_at) < line:
+                at = other_at - line
+        taken = sorted([*taken, (left, right, at)], key=lambda box: -box[2])
+        offset = (6, at - height)
+        axes.annotate(
+            name, place, xytext=offset, textcoords="offset points", fontsize=size, va="center"
+        )
 
 
 def quadratic_factor(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> float | None:
@@ -412,6 +443,34 @@ def _protocols(comparisons: Sequence[dict[str, Any]]) -> list[Protocol]:
 def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, comparisons)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _final_table(finals: Sequence[dict[str, Any]]) -> str:
+    """A line per arm: the pairs of every protocol that has seeds enough."""
+    by_arm: dict[str, list[float]] = {}
+    for comparison in finals:
+        by_arm.setdefault(comparison["arm"].name, []).extend(comparison["excess_by_seed"])
+    lines = ["| arm | pairs | over C0, % | std. error | 95 % bound |", "|---|---|---|---|---|"]
+    lines += [f"| {arm} | {_numbers(estimate(values))} |" for arm, values in by_arm.items()]
+    return "\n".join(lines)
+
+
+def _strata_table(differences: Sequence[dict[str, Any]]) -> str:
+    """A line per protocol and arm."""
+    lines = [
+        "| | arm with strata | pairs | difference, % | std. error | 95 % bound |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in differences:
+        numbers = _numbers(each["difference"])
+        lines.append(f"| {describe(each['protocol'])} | {each['arm'].name} | {numbers} |")
+    return "\n".join(lines)
+
+
+def _numbers(excess: Estimate) -> str:
+    error = "" if excess.standard_error is None else f"{excess.standard_error:.2f}"
+    bound = "" if excess.bound is None else f"{excess.bound:+.2f}"
+    return f"{excess.count} | {excess.mean:+.2f} | {error} | {bound}"
 
 
 def _gradient_table(gradients: Sequence[Row]) -> str:

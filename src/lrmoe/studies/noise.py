@@ -302,8 +302,7 @@ def table(found: Sequence[rows.Row]) -> str:
             f"{row['step']:5}{row['rate']:6}  {row['sizes']:28}{quotas:10}{strata:10}{noise}"
         )
     note = (
-        "Noise of one batch's gradient, over its length; x: of the layer's input. Strata: samples "
-        "that were drawn, in the order of the output gradients' directions, or of the text (which "
-        "no layer knows)."
+        "Noise of one batch's gradient, over its length; x: of the layer's input. Strata: of drawn "
+        "samples, in random order, by the output gradients' directions, or by the text."
     )
     return "\n".join([*lines, note, ""])

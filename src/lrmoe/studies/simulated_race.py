@@ -24,7 +24,7 @@ _PEERS = ("symi C0", "ultraep C0")
 
 
 def simulated(found: Sequence[Row], settings: Systems | None = None) -> Iterator[Row]:
-    """For every row of a race with a time, one per model of the settings.
+    """For every row of a race one per model of the settings; without a time where it has none.
 
     Args:
         found: rows of ``lrmoe study time-to-loss``; each race has its exact run at home placement.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from lrmoe.studies.rows import Row, run_of
+from lrmoe.studies.settings import Run
 
 # Quantiles of Student's t at 0.95 for 1, 2, ... degrees of freedom.
 _T_95 = (
@@ -40,9 +41,13 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean, standard error and upper one-sided 95 % bound of the mean."""
+    """Mean, standard error and upper one-sided 95 % bound of the mean.
+
+    Where a value is not finite, as of a run that diverged, the mean is not either, and the
+    others are None.
+    """
     count = len(values)
-    if count < 2:
+    if count < 2 or not all(map(math.isfinite, values)):
         return Estimate(mean=fmean(values), standard_error=None, bound=None, count=count)
     error = stdev(values) / math.sqrt(count)
     return Estimate(
@@ -98,18 +103,44 @@ def paired(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return result
 
 
+def strata_differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Each arm with strata against the same without, of the same seed: per cent of the loss.
+
+    A row per protocol and arm with ``difference`` as :class:`Estimate`. Only seeds that have both
+    count; where a run diverged the difference is nan.
+
+    Raises:
+        ValueError: as :func:`paired`, for rows whose difference would not be that of the arms.
+    """
+    by_key = {run_of(row).key: row for row in rows}
+    found: dict[str, tuple[Run, list[float]]] = {}
+    for row in by_key.values():
+        run = run_of(row)
+        if run.arm.recalibration.strata == "none":
+            continue
+        plain = replace(run.arm.recalibration, strata="none")
+        partner = by_key.get(replace(run, arm=replace(run.arm, recalibration=plain)).key)
+        if partner is not None:
+            _refuse_unpaired(row, partner)
+            _, values = found.setdefault(repr((run.protocol, run.arm)), (run, []))
+            losses = row["val_loss"], partner["val_loss"]
+            values.append(math.nan if None in losses else 100 * (losses[0] / losses[1] - 1))
+    return [
+        {"protocol": run.protocol, "arm": run.arm, "difference": estimate(values)}
+        for run, values in found.values()
+    ]
+
+
 def _compare(run: Any, pairs: list[tuple[Row, Row]]) -> dict[str, Any]:
     losses = [math.inf if row["val_loss"] is None else row["val_loss"] for row, _ in pairs]
     excess = [
         100 * (loss / exact["val_loss"] - 1) for loss, (_, exact) in zip(losses, pairs, strict=True)
     ]
-    is_finite = all(map(math.isfinite, losses))
-    diverged = Estimate(mean=math.inf, standard_error=None, bound=None, count=len(pairs))
     return {
         "protocol": run.protocol,
         "arm": run.arm,
-        "loss": estimate(losses) if is_finite else diverged,
-        "excess": estimate(excess) if is_finite else diverged,
+        "loss": estimate(losses),
+        "excess": estimate(excess),
         "excess_by_seed": excess,
         "backward_fraction": fmean(row["backward_fraction"] for row, _ in pairs),
         "score_mass": fmean(row["score_mass"] for row, _ in pairs),
