@@ -36,11 +36,14 @@ TYPES = {
         "sizes=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 orders=*i64 starts=*i64 "
         "drawn=*i64 kept=*i64 probabilities=*i64 BLOCK=2048"
     ),
+    select_triton._chain: (
+        "orders=*i64 starts=*i64 lengths=*i64 directions=*i64 results=*i64 LONGEST=256"
+    ),
     select_triton._top: (
         "scores=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 kept=*i64 BLOCK=2048"
     ),
 }
-HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys"}
+HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones"}
 
 
 def main() -> None:

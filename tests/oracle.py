@@ -357,3 +357,32 @@ def unique_rows(
         for _, home in travelled:
             unique_WW[source, home] += 1
     return Rows(unique_WW, pairs_W)
+
+
+def gray_place(direction, bits=16):
+    """The place of the first signs in the reflected Gray code, built by reflection."""
+    first, size, is_reflected = 0, 2**bits, False
+    for place in range(bits):
+        sign = bool(direction >> (63 - place) & 1)
+        size //= 2
+        if sign != is_reflected:
+            first += size
+        is_reflected ^= sign
+    return first
+
+
+def neighbors(direction_n, longest=256):
+    """The order of one expert's pairs: by their first signs, cut evenly, and in each part always on
+    to the nearest that is left."""
+    order = sorted(range(len(direction_n)), key=lambda i: direction_n[i] % 2**64 >> 48)
+    number = -(-len(order) // longest)
+    cuts = [c * len(order) // number for c in range(number + 1)] if number else []
+    result = []
+    for start, end in pairwise(cuts):
+        left = order[start:end]
+        result.append(left.pop(0))
+        while left:
+            signs = direction_n[result[-1]]
+            differ = [bin((signs ^ direction_n[i]) % 2**64).count("1") for i in left]
+            result.append(left.pop(differ.index(min(differ))))
+    return result

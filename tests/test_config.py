@@ -43,7 +43,7 @@ BAD = [
     ("min_inclusion", "0.1", "0 <= value <= 1"),
     ("min_inclusion", None, "0 <= value <= 1"),
     ("min_inclusion", True, "0 <= value <= 1"),
-    ("strata", "direction", "'none', 'gradient', 'text'"),
+    ("strata", "direction", "'none', 'gradient', 'neighbors', 'text'"),
     ("seed", 0.5, "integer"),
     ("seed", True, "integer"),
     ("seed", None, "integer"),

@@ -176,7 +176,7 @@ def test_any_routing_equals_the_oracle(data):
         save=one_of("activations", "inputs"),
         router_grad=one_of("kept", "exact"),
         min_inclusion=one_of(0.0, 0.1, 1.0),
-        strata=one_of("none", "gradient", "text"),
+        strata=one_of("none", "gradient", "neighbors", "text"),
         seed=data.draw(st.integers(0, 99)),
     )
     loss = torch.randn(len(case.x))
@@ -1026,6 +1026,7 @@ def test_exact_training_passes_gradcheck(save):
     [
         ("backward", "none"),
         ("backward", "gradient"),
+        ("backward", "neighbors"),
         ("backward", "text"),
         ("forward", "none"),
         ("forward", "text"),
@@ -1083,7 +1084,7 @@ def test_strata_lower_the_variance_where_gradients_come_in_kinds(scope):
     )
     exact = oracle_gradients(case, torch.ones_like(case.p))
     error = {}
-    for strata in ("none", "gradient"):
+    for strata in ("none", "gradient", "neighbors"):
         runs = [
             run_layer(case, Recalibration(rate=0.5, scope=scope, strata=strata, seed=seed))
             for seed in range(12)
@@ -1094,6 +1095,7 @@ def test_strata_lower_the_variance_where_gradients_come_in_kinds(scope):
         }
     for name in ("gate_up", "down"):
         assert error["gradient"][name] < 0.5 * error["none"][name]
+        assert error["neighbors"][name] < 0.5 * error["none"][name]
 
 
 def test_a_text_that_is_missing_or_of_other_tokens_is_refused():
@@ -1130,7 +1132,7 @@ def test_directions_are_not_worked_out_where_nothing_is_drawn_by_them(settings, 
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("strata", ["none", "gradient"])
+@pytest.mark.parametrize("strata", ["none", "gradient", "neighbors"])
 def test_over_a_stack_the_mean_gradient_is_the_exact_one(strata):
     """Two layers, 2,000 draws: 64 projections of the mean against the exact gradient.
 

@@ -15,6 +15,7 @@ from lrmoe.select import (
     ONE,
     Segments,
     blocks,
+    even_runs,
     inclusion_probabilities,
     keep_everything,
     sampling_sizes,
@@ -250,6 +251,38 @@ def test_any_run_of_strata_is_drawn_as_often_as_its_probabilities_say(case, seed
             first = mine & (stratum_N <= last)
             off = int(is_kept_N[first].sum()) * ONE - int(pi_N[first].sum())
             assert abs(off) < ONE
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
+def test_a_sample_by_directions_goes_from_each_pair_to_the_nearest(kinds):
+    """Any run of the slow reference's order is drawn as often as its probabilities say."""
+    counts = [0, 7, 1, 40, 300, 0, 2, 512]
+    segments, generator = Segments(np.array(counts), CPU), torch.Generator().manual_seed(kinds)
+    score_N = torch.rand(sum(counts), generator=generator) ** 4
+    seen_k = torch.randint(-(1 << 63), (1 << 63) - 1, (kinds,), generator=generator)
+    direction_N = seen_k[torch.randint(0, kinds, score_N.shape, generator=generator)]
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    quotas = np.array([n - n // 2 for n in counts])
+    chosen = select_sampled(size_N, segments, quotas, generator, None, None, direction_N)
+    pi_N = inclusion_probabilities(size_N, segments, quotas)
+    is_kept_N = torch.zeros_like(pi_N)
+    is_kept_N[chosen.kept_P] = 1
+    first = 0
+    for count in counts:
+        order = oracle.neighbors(direction_N[first : first + count].tolist())
+        off = is_kept_N[first:][order].cumsum(0) * ONE - pi_N[first:][order].cumsum(0)
+        assert (off.abs() < ONE).all()
+        first += count
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 257, 511, 513, 1000])
+def test_runs_are_few_and_even(count):
+    starts, lengths = even_runs(np.array([3, count, 0, 5]), 256)
+    assert starts.tolist() == [0, *(lengths.cumsum()[:-1])]
+    assert lengths.sum() == count + 8
+    mine = lengths[1:-1]
+    assert len(mine) == -(-count // 256)
+    assert not count or mine.max() - mine.min() <= 1
 
 
 def test_experts_are_drawn_independently_and_every_seed_differs():

@@ -236,6 +236,19 @@ def test_a_sample_equals_the_reference(kind, seed, rho):
     assert ((probability_P > 0) & (probability_P <= select.ONE)).all()
 
 
+@pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
+def test_a_chain_equals_the_reference(kinds):
+    """Of directions of which many are equal or none is; runs of every kind of length."""
+    counts = np.array([0, 7, 1, 255, 256, 0, 257, 600])
+    seen_k = torch.randint(-(1 << 63), (1 << 63) - 1, (kinds,), device=DEVICE)
+    direction_N = seen_k[torch.randint(0, kinds, (int(counts.sum()),), device=DEVICE)]
+    order_N = select.Segments(counts, DEVICE).sort(torch.randint_like(direction_N, 0, 1 << 48))
+    start_c, length_c = map(torch.from_numpy, select.even_runs(counts, 256))
+    got_N = select_triton.chained(order_N, start_c.to(DEVICE), length_c.to(DEVICE), direction_N)
+    want_N = select.chained(order_N.cpu(), start_c, length_c, direction_N.cpu())
+    assert torch.equal(got_N.cpu(), want_N)
+
+
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("kind", [*KINDS, "negative"])
 @pytest.mark.parametrize("seed", range(3))
@@ -275,6 +288,7 @@ def test_operators_pass_opcheck():
         (select.relative_sizes, (scores, count_e, 0.1)),
         (select.sample_pairs, (scores, count_e, quota_e, order_N, start_e, 5)),
         (select.top_pairs, (scores, count_e, quota_e, 5)),
+        (select.chained, (order_N, _ids([0, 3]), _ids([3, 5]), torch.randint_like(order_N, 9))),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)

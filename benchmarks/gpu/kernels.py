@@ -25,7 +25,14 @@ from lrmoe.kernels.gated import gated_backward, gated_forward
 from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
 from lrmoe.kernels.rows import gather_rows, row_norm_sq, sum_rows
 from lrmoe.pairs import sort_pairs
-from lrmoe.select import Segments, sampling_sizes, select_sampled, select_top
+from lrmoe.score import direction
+from lrmoe.select import (
+    Segments,
+    gray_place,
+    sampling_sizes,
+    select_sampled,
+    select_top,
+)
 
 _INT32, _FLOAT32, _BOOL = 4, 4, 1
 # Kept shares of the backward pass's products: C0 and C50.
@@ -161,11 +168,19 @@ def selection(problem: Problem) -> list[Kernel]:
     generator = torch.Generator(device).manual_seed(3)
     score_N = torch.rand(size.num_pairs, generator=generator, device=device).square_()
     size_N = sampling_sizes(score_N, segments, 0.1)
+    code_N = direction(problem.grad_TD)[pairs.token_N]
     runs: dict[str, Callable[[], Any]] = {
+        "direction": lambda: direction(problem.grad_TD),
         "sort_pairs": lambda: sort_pairs(problem.expert_TK),
         "Segments": lambda: Segments(counts_E, device),
         "sampling_sizes": lambda: sampling_sizes(score_N, segments, 0.1),
         "select_sampled": lambda: select_sampled(size_N, segments, quota_E, generator),
+        "select_sampled, strata": lambda: select_sampled(
+            size_N, segments, quota_E, generator, None, gray_place(code_N)
+        ),
+        "select_sampled, neighbors": lambda: select_sampled(
+            size_N, segments, quota_E, generator, None, None, code_N
+        ),
         "select_top": lambda: select_top(score_N, segments, quota_E),
     }
     return [Kernel(name=name, run=run) for name, run in runs.items()]

@@ -149,8 +149,9 @@ class Recalibration:
     """Of the unbiased rules: pairs of an expert that are alike are drawn evenly, which leaves every
     probability as it is and usually lowers the variance (``docs/method.md``). ``gradient``: by
     where the tokens' output gradients point; a draw in the forward pass, which does not know them,
-    is then in random order. ``text``: by the token's successor and the token itself
-    (:func:`lrmoe.text_code`). ``none``: in random order."""
+    is then in random order. ``neighbors``: the same, and then from each pair to the one most alike.
+    ``text``: by the token's successor and the token itself (:func:`lrmoe.text_code`). ``none``: in
+    random order."""
     seed: int = 0
     auto: AutoRate = field(default_factory=AutoRate)
     """Of ``rate="auto"``; other rates do not look at it."""
@@ -167,7 +168,7 @@ class Recalibration:
             "draw": ("backward", "forward"),
             "rows": ("exact", "static"),
             "save": ("activations", "inputs"),
-            "strata": ("none", "gradient", "text"),
+            "strata": ("none", "gradient", "neighbors", "text"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -224,7 +225,7 @@ class Recalibration:
     @property
     def is_stratified(self) -> bool:
         """Whether the draw is laid out by anything."""
-        by_gradient = self.strata == "gradient" and self.draw == "backward"
+        by_gradient = self.strata in ("gradient", "neighbors") and self.draw == "backward"
         return self.is_unbiased and (by_gradient or self.strata == "text")
 
     @property

@@ -22,6 +22,7 @@ from lrmoe.score import control_score, lrm
 from lrmoe.select import (
     Segments,
     Selection,
+    gray_place,
     keep_everything,
     sampling_noise,
     sampling_sizes,
@@ -41,13 +42,13 @@ def choose_pairs(
     call: CallRecord,
     state: LayerState,
     exchange: Exchange,
-    stratum_T: torch.Tensor | None = None,
+    code_T: torch.Tensor | None = None,
 ) -> Selection:
     """The kept pairs of this rank, within the plan's quotas.
 
     Args:
         grad_norm_sq_T: ``None`` when drawn in the forward pass: the sizes are then ``p |h|``.
-        stratum_T: int64, what the sample is laid out by (:func:`lrmoe.score.direction` or
+        code_T: int64, what the sample is laid out by (:func:`lrmoe.score.direction` or
             :func:`lrmoe.score.text_code`), if by anything.
     """
     plan, config, rank = call.plan, call.config, exchange.rank
@@ -63,9 +64,9 @@ def choose_pairs(
         loss_T = current_token_losses(grad_norm_sq_T.shape[0])
         loss_N = loss_T.to(p_N.device, p_N.dtype)[pairs.token_N]
     score_N = control_score(config.selection, p_N, grad_norm_sq_N, h_norm_sq_N, loss_N, generator)
-    stratum_N = None if stratum_T is None else stratum_T[pairs.token_N]
+    code_N = None if code_T is None else code_T[pairs.token_N]
     if plan.quota_WE is None:
-        return _choose_at_home(score_N, stratum_N, call, exchange, generator)
+        return _choose_at_home(score_N, code_N, call, exchange, generator)
     assert plan.backward_WV is not None
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
     if forward_N is not None and plan.draws_in_place:
@@ -78,14 +79,14 @@ def choose_pairs(
             plan.share_probability(rank),
             config,
             generator,
-            None if stratum_N is None else stratum_N[pair_M],
+            None if code_N is None else code_N[pair_M],
         )
         kept_P, order_P = pair_M[chosen.kept_P].sort()
         return Selection(kept_P=kept_P, weight_P=chosen.weight_P[order_P])
     share_WE = plan.share_probability_WE
     share_E = None if share_WE is None else share_WE[rank]
     counts_E, quota_E = call.counts_WE[rank], plan.quota_WE[rank]
-    chosen = _select(score_N, counts_E, quota_E, share_E, config, generator, stratum_N)
+    chosen = _select(score_N, counts_E, quota_E, share_E, config, generator, code_N)
     if forward_N is None:
         return chosen
     return _rerouted(
@@ -100,19 +101,29 @@ def _select(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
-    stratum_N: torch.Tensor | None = None,
+    code_N: torch.Tensor | None = None,
 ) -> Selection:
     """The rule, inside each run of pairs."""
     segments = Segments(count_e, score_N.device)
     if not config.is_unbiased:
         return select_top(score_N, segments, quota_e)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)
-    return select_sampled(size_N, segments, quota_e, generator, share_e, stratum_N)
+    strata = strata_of(code_N, config.strata)
+    return select_sampled(size_N, segments, quota_e, generator, share_e, *strata)
+
+
+def strata_of(
+    code_N: torch.Tensor | None, strata: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``stratum_N`` and ``direction_N`` of :func:`lrmoe.select.select_sampled`."""
+    if strata == "neighbors":
+        return None, code_N
+    return gray_place(code_N) if code_N is not None and strata == "gradient" else code_N, None
 
 
 def _choose_at_home(
     score_N: torch.Tensor,
-    stratum_N: torch.Tensor | None,
+    code_N: torch.Tensor | None,
     call: CallRecord,
     exchange: Exchange,
     generator: torch.Generator,
@@ -130,16 +141,16 @@ def _choose_at_home(
     receive_W = as_list(counts_We.sum(1))
     order = arrival_order(counts_We, np.zeros(W, np.int64), device)
     # Expert-major order has the lower rank first, then the lower pair: ties fall by global pair id.
-    # Strata are exact in float32, so they travel beside the scores.
-    sent_N2 = score_N[:, None]
-    if stratum_N is not None:
-        sent_N2 = torch.stack([score_N, stratum_N.to(score_N.dtype)], dim=1)
-    arrived_R2 = order.to_expert_major(exchange.all_to_all(sent_N2, send_W, receive_W))
-    score_R = arrived_R2[:, 0].contiguous()
-    stratum_R = None if stratum_N is None else arrived_R2[:, 1].long()
-    chosen = _select(
-        score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, stratum_R
-    )
+    # What the sample is laid out by travels beside the scores, as the same bytes.
+    sent_NC = score_N[:, None]
+    if code_N is not None:
+        sent_NC = torch.cat([sent_NC, code_N[:, None].view(score_N.dtype)], dim=1)
+    arrived_RC = order.to_expert_major(exchange.all_to_all(sent_NC, send_W, receive_W))
+    score_R = arrived_RC[:, 0].contiguous()
+    code_R = None
+    if code_N is not None:
+        code_R = arrived_RC[:, 1:].contiguous().view(torch.int64).squeeze(1)
+    chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, code_R)
     if W == 1:
         return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))
     verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)

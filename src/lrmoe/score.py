@@ -14,6 +14,7 @@ import torch
 from lrmoe.select import STRATUM_BITS
 from lrmoe.upload import upload
 
+_SIGNS = 64
 _SUCCESSOR_BITS = 10
 
 
@@ -52,16 +53,13 @@ def control_score(
 
 
 def direction(grad_TD: torch.Tensor) -> torch.Tensor:
-    """Where each row points, as a number: int64 [T] in ``[0, 2^STRATUM_BITS)``.
+    """Where each row points: int64 [T], the signs of its products with 64 fixed random vectors.
 
-    The signs of the row's products with fixed random vectors, as a Gray code: rows that agree in
-    the first n signs, as near ones do (Charikar 2002: each sign differs with probability angle /
-    pi), are within ``2^(STRATUM_BITS - n)`` of each other. Lengths do not matter.
+    Two rows at an angle differ in a sign with probability angle / pi (Charikar 2002). The first
+    sign is the highest bit. Lengths do not matter.
     """
     sign_TB = (grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)) > 0
-    # The number at a place in the order of a Gray code: bit b is the parity of its first b signs.
-    bit_TB = sign_TB.cumsum(1).bitwise_and_(1)
-    return (bit_TB << torch.arange(STRATUM_BITS - 1, -1, -1, device=grad_TD.device)).sum(1)
+    return (sign_TB.long() << torch.arange(_SIGNS - 1, -1, -1, device=grad_TD.device)).sum(1)
 
 
 def text_code(input_ids: torch.Tensor) -> torch.Tensor:
@@ -95,10 +93,8 @@ def _hash(ids: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _hyperplanes(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[D, STRATUM_BITS], the same on every rank and in every run."""
+    """[D, 64], the same on every rank and in every run."""
     # Not of PyTorch, whose default dtype and device the caller may have changed.
-    normal_DB = np.random.default_rng(width).standard_normal(
-        (width, STRATUM_BITS), dtype=np.float32
-    )
+    normal_DB = np.random.default_rng(width).standard_normal((width, _SIGNS), dtype=np.float32)
     with torch.inference_mode(False):  # kept for calls outside of it
         return upload(normal_DB, device).to(dtype)

@@ -26,6 +26,7 @@ _MAX_SIZE = (1 << 40) - 1
 _MAX_KEPT = 1 << 22
 _KEY_BITS = 48  # of a sort inside the experts; the expert is above them
 STRATUM_BITS = 16
+_CHAIN = 256  # pairs whose order one chain decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ def select_sampled(
     generator: torch.Generator,
     share_probability_e: Float | None = None,
     stratum_N: torch.Tensor | None = None,
+    direction_N: torch.Tensor | None = None,
 ) -> Selection:
     """Exactly ``quota`` pairs of each expert, with probabilities proportional to size (at most 1).
 
@@ -112,19 +114,24 @@ def select_sampled(
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
         stratum_N: int64 in ``[0, 2^STRATUM_BITS)``: pairs with near numbers are alike. As many of
             any run of them are kept as their probabilities say, to within one.
+        direction_N: int64, from :func:`lrmoe.score.direction`, in place of strata: pairs with the
+            same first signs are together, and there every pair is followed by the most alike one
+            that is left of up to 256.
     """
     _check_quota(quota_e)
     device = size_N.device
-    bits = _KEY_BITS if stratum_N is None else _KEY_BITS - STRATUM_BITS
-    key_N = torch.randint(0, 1 << bits, size_N.shape, generator=generator, device=device)
-    if stratum_N is not None:  # at random inside a stratum
-        key_N |= stratum_N << bits
+    if direction_N is None:
+        order_N = _random_order(segments, generator, stratum_N)
+    else:
+        order_N = segments.sort((direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1))
+        start_c, length_c = even_runs(segments.count_e, _CHAIN)
+        order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
     kept_P, probability_P = sample_pairs(
         size_N,
         segments.device_count_e,
         upload(quota_e, device),
-        segments.sort(key_N),
+        order_N,
         start_e,
         int(quota_e.sum()),
     )
@@ -134,12 +141,45 @@ def select_sampled(
     return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
 
 
+def _random_order(
+    segments: Segments, generator: torch.Generator, stratum_N: torch.Tensor | None
+) -> torch.Tensor:
+    """In each expert by stratum, and at random inside one."""
+    bits, device = _KEY_BITS, segments.device_count_e.device
+    if stratum_N is not None:
+        bits -= STRATUM_BITS
+    shape = (int(segments.count_e.sum()),)
+    key_N = torch.randint(0, 1 << bits, shape, generator=generator, device=device)
+    return segments.sort(key_N if stratum_N is None else key_N | (stratum_N << bits))
+
+
 def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> torch.Tensor:
     """``(1 - rho) sqrt(score) / mean + rho``, the mean over the expert; ones if all are zero.
 
     A non-finite score counts as the largest float32: its pair is all but certainly kept.
     """
     return relative_sizes(score_N, segments.device_count_e, rho)
+
+
+def gray_place(direction_N: torch.Tensor) -> torch.Tensor:
+    """Where the first signs of a direction are in the order of a Gray code: a stratum, int64.
+
+    Those that agree in the first n signs are within ``2^(STRATUM_BITS - n)`` of each other.
+    """
+    place_N = (direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1)
+    for shift in (1, 2, 4, 8):  # each bit becomes the parity of itself and those above
+        place_N = place_N ^ (place_N >> shift)
+    return place_N
+
+
+def even_runs(count_e: Int, longest: int) -> tuple[Int, Int]:
+    """Starts and lengths of the fewest runs of at most ``longest`` pairs, none of two experts."""
+    number_e = -(-count_e // longest)
+    expert_c = np.repeat(np.arange(len(count_e)), number_e)
+    nth_c = np.arange(len(expert_c)) - (number_e.cumsum() - number_e)[expert_c]
+    count_c, number_c = count_e[expert_c], number_e[expert_c]
+    start_c, end_c = nth_c * count_c // number_c, (nth_c + 1) * count_c // number_c
+    return (count_e.cumsum() - count_e)[expert_c] + start_c, end_c - start_c
 
 
 # ---- operators: here for every device, in kernels/select_triton.py for CUDA ----------------------
@@ -190,6 +230,29 @@ def sample_pairs(
     kept_N = systematic_sample(pi_N, order_N, start_e, segments)
     kept_P = torch.nonzero_static(kept_N, size=num_kept).squeeze(1)
     return kept_P, pi_N[kept_P]
+
+
+@define(
+    "select_triton",
+    fake=lambda order_N, start_c, length_c, direction_N: torch.empty_like(order_N),
+)
+def chained(
+    order_N: torch.Tensor, start_c: torch.Tensor, length_c: torch.Tensor, direction_N: torch.Tensor
+) -> torch.Tensor:
+    """The order, in each run a chain: after every pair the one whose signs differ least.
+
+    A run keeps its first pair; ties fall to the pair that was earlier. ``length^2`` steps a run.
+
+    Args:
+        start_c: of runs of places in ``order_N``, of at most 256; places in none stay as they are.
+        direction_N: int64 by pair, 64 signs.
+    """
+    from lrmoe.kernels import select_cpu  # compiles with numba on first use
+
+    result_N = order_N.cpu().clone()
+    arguments = (order_N, start_c, length_c, direction_N, result_N)
+    select_cpu.chained(*[tensor.cpu().numpy() for tensor in arguments])
+    return result_N.to(order_N.device)
 
 
 @define(

@@ -130,7 +130,7 @@ def test_times_are_those_of_a_slow_second_version(clock, placement, variant):
         is_stratified=variant == "stratified",
     )  # fmt: skip
     slow = slow_times(
-        hardware, made, rows, pairs, {"global": 8, "stratified": 12}.get(variant, 0),
+        hardware, made, rows, pairs, {"global": 8, "stratified": 16}.get(variant, 0),
         variant == "inputs", variant != "inputs",
     )  # fmt: skip
     if placement not in ("fixed",):

@@ -18,6 +18,7 @@ from lrmoe.pairs import forward_instances, sort_pairs
 from lrmoe.planner import Costs, plan
 from lrmoe.select import ONE, Segments, inclusion_probabilities, sampling_sizes
 from lrmoe.state import pairs_by_rank
+from tests import oracle
 from tests.ranks import run_ranks
 
 D, F, E, K, LAYERS, STEPS, MICRO = 8, 4, 8, 3, 2, 2, 2
@@ -35,6 +36,8 @@ CONFIGS = [
     Recalibration(rate=0.3, selection="random_unbiased", placement="llep"),
     Recalibration(rate=0.4, strata="gradient", placement="recalibrated", budget=Budget(slots=2)),
     Recalibration(rate=0.4, strata="gradient", scope="global"),
+    Recalibration(rate=0.4, strata="neighbors", placement="recalibrated", budget=Budget(slots=2)),
+    Recalibration(rate=0.4, strata="neighbors", scope="global"),
 ]
 
 
@@ -140,37 +143,45 @@ def test_a_trace_with_pairs_reproduces_its_run_exactly(run, i):
                     assert getattr(report, f"gemm_rows_{phase}") == load_W[rank]
 
 
-def is_spread(kept, score, code, quota):
-    """Whether of every run of codes as many pairs are kept as their probabilities say, to 1."""
+def is_spread(kept, score, direction, quota, strata):
+    """Whether of every run of the order as many pairs are kept as their probabilities say, to 1."""
     segments = Segments(np.array([len(score)]), score.device)
     sizes = sampling_sizes(score, segments, Recalibration().min_inclusion)
     pi = inclusion_probabilities(sizes, segments, np.array([quota]))
-    off = [int(kept[code <= last].sum()) * ONE - int(pi[code <= last].sum()) for last in code]
-    return max(map(abs, off), default=0) < ONE
+    if strata == "neighbors":
+        order = oracle.neighbors(direction.tolist())
+    else:
+        place = [oracle.gray_place(code) for code in direction.tolist()]
+        order = sorted(range(len(place)), key=place.__getitem__)
+    off = (kept[order].long() * ONE - pi[order]).cumsum(0)
+    return bool((off.abs() < ONE).all())
 
 
 @pytest.mark.dist
-def test_directions_reach_the_draw_beside_their_own_pairs(run):
+@pytest.mark.parametrize("strata", ["gradient", "neighbors"])
+def test_directions_reach_the_draw_beside_their_own_pairs(run, strata, monkeypatch):
     """Over both ranks in global scope; at each instance of a rank with replicas."""
     directory, _ = run
-    config = CONFIGS.index(Recalibration(rate=0.4, strata="gradient", scope="global"))
+    # Of tokens with one place the first comes first, and not one at random.
+    monkeypatch.setattr(torch, "randint", lambda low, high, size, **_: torch.full(size, low))
+    config = CONFIGS.index(Recalibration(rate=0.4, strata=strata, scope="global"))
     trace, found = read_trace(directory / f"{config}.parquet"), []
     for calls, replay in of_calls(trace):
         flat = [
             (torch.from_numpy(pairs.expert_TK.astype(np.int64)).reshape(-1), made.reshape(-1),
              torch.from_numpy(pairs.score_TK.copy()).reshape(-1),
-             torch.from_numpy(pairs.direction_T.astype(np.int64)).repeat_interleave(K))
+             torch.from_numpy(pairs.direction_T.copy()).repeat_interleave(K))
             for pairs, made in zip(calls, replay.kept_W, strict=True)
         ]  # fmt: skip
         expert, kept, score, code = map(torch.cat, zip(*flat, strict=True))
         for e in range(E):
-            mine = expert == e
-            found.append(is_spread(kept[mine], score[mine], code[mine], replay.plan.quota_E[e]))
+            mine, quota = expert == e, replay.plan.quota_E[e]
+            found.append(is_spread(kept[mine], score[mine], code[mine], quota, strata))
     assert len(found) == LAYERS * STEPS * MICRO * E
     assert all(found)
 
     config = next(i for i, c in enumerate(CONFIGS) if c.is_stratified and c.placement != "fixed"
-                  and c.strata == "gradient" and c.rate == 0.4)  # fmt: skip
+                  and c.strata == strata and c.rate == 0.4)  # fmt: skip
     trace, found = read_trace(directory / f"{config}.parquet"), []
     for calls, replay in of_calls(trace):
         for rank, (pairs, made) in enumerate(zip(calls, replay.kept_W, strict=True)):
@@ -181,10 +192,10 @@ def test_directions_reach_the_draw_beside_their_own_pairs(run):
                 continue
             kept_N = made.reshape(-1)[table.flat_N]
             score_N = torch.from_numpy(pairs.score_TK.copy()).reshape(-1)[table.flat_N]
-            code_N = torch.from_numpy(pairs.direction_T.astype(np.int64))[table.token_N]
+            code_N = torch.from_numpy(pairs.direction_T.copy())[table.token_N]
             for v, quota in enumerate(replay.plan.backward_WV[rank]):
                 mine = instance_N == v
-                found.append(is_spread(kept_N[mine], score_N[mine], code_N[mine], quota))
+                found.append(is_spread(kept_N[mine], score_N[mine], code_N[mine], quota, strata))
     assert len(found) > E
     assert all(found)
 
@@ -222,7 +233,7 @@ def test_other_settings_on_the_same_trace(run, tmp_path):
         next(replay_pairs(replace(trace, info=counts)))
     write_trace(tmp_path / "bare", replace(trace, info=replace(trace.info, has_directions=False)))
     bare = read_trace(tmp_path / "bare")
-    with pytest.raises(ValueError, match="does not have the directions"):
+    with pytest.raises(ValueError, match="strata='gradient': the trace does not"):
         next(replay_pairs(bare, Recalibration(rate=0.5, strata="gradient")))
     assert next(replay_pairs(bare, Recalibration(rate=0.0))).plan.keeps_all
     with pytest.raises(ValueError, match="selection='router'"):

@@ -39,7 +39,7 @@ def make_trace(info=INFO, seed=0):
                         ),
                         score_TK=rng.random((tokens, K), dtype=np.float32),
                         direction_T=(
-                            rng.integers(0, 1 << 16, tokens).astype(np.uint16)
+                            rng.integers(-(1 << 63), (1 << 63) - 1, tokens)
                             if info.has_directions
                             else None
                         ),
@@ -192,9 +192,10 @@ def test_contradictions_are_refused(tmp_path):
 
 
 def test_another_version_is_refused(tmp_path):
-    metadata = {"version": 3, "ranks": 4, "ep_size": 2, "experts": E, "top_k": K}
-    with pytest.raises(ValueError, match="has version 3; this lrmoe reads versions 1 and 2"):
-        read_trace(rewritten(tmp_path, lambda rows: rows, metadata))
+    for version in (2, 4):
+        metadata = {"version": version, "ranks": 4, "ep_size": 2, "experts": E, "top_k": K}
+        with pytest.raises(ValueError, match=f"version {version}; this lrmoe reads versions 1 and"):
+            read_trace(rewritten(tmp_path, lambda rows: rows, metadata))
     metadata = {"version": 1, "ranks": 3, "ep_size": 2, "experts": E, "top_k": K}
     with pytest.raises(ValueError, match="ep_size=2: must divide ranks=3"):
         read_trace(rewritten(tmp_path, lambda rows: rows, metadata))

@@ -362,6 +362,8 @@ def _routings() -> dict[str, list[Job]]:
         Recalibration(rate=0.7, rows="static", draw="forward"),
         Recalibration(rate=0.5, strata="gradient"),
         Recalibration(rate=0.5, strata="gradient", scope="global", router_grad="completed"),
+        Recalibration(rate=0.5, strata="neighbors"),
+        Recalibration(rate=0.5, strata="neighbors", scope="global", router_grad="completed"),
     )
     return {
         name: [
@@ -926,13 +928,14 @@ def _unbiased_jobs() -> list[Job]:
         Recalibration(rate=0.5),
         Recalibration(rate=0.5, draw="forward"),
         Recalibration(rate=0.5, strata="gradient"),
+        Recalibration(rate=0.5, strata="neighbors"),
         Recalibration(rate=0.5, draw="forward", strata="text"),
     ]
     shape = {"num_experts": 2, "used": (0, 1), "dtype": torch.float64}
     return [make_job((1, 4), config, **shape) for config in configs]
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(5))
 def test_integrated_over_shares_and_starts_the_gradient_is_the_exact_one(spawned, index):
     whole = union(_unbiased_jobs()[index].cases)
     exact = oracle_gradients(whole, torch.ones_like(whole.p))
@@ -985,6 +988,7 @@ def test_four_ranks():
         Recalibration(rate=0.5, scope="global", draw="forward", router_grad="exact"),
         Recalibration(rate=0.7, draw="forward", rows="static", router_grad="completed"),
         Recalibration(rate=0.5, strata="gradient", scope="global"),
+        Recalibration(rate=0.5, strata="neighbors", scope="global"),
         Recalibration(rate=0.5, strata="text", scope="global", draw="forward"),
     ]
     tokens = [(9, 4, 0, 7), (0, 0, 0, 5), (6, 6, 6, 6)]

@@ -7,7 +7,7 @@ What is modelled, one rule each:
    few large ones. Instances without pairs cost nothing.
 2. **All-to-all.** From rows and pairs between every two ranks: rows (one per token and rank) plus
    the bytes of each pair that travel beside them (8 there and 4 back, 12 there and 4 back in the
-   backward pass; where pairs are selected in global scope 8 more, and 4 more with strata). A
+   backward pass; where pairs are selected in global scope 8 more, and another 8 with strata). A
    rank's time is that of its busiest class of link, the larger of what it sends and receives: both
    directions of a link, and both classes, run at once.
 3. **Ranks meet at every collective**, so a stage takes its slowest rank's time and the stages add
@@ -44,7 +44,7 @@ from lrmoe.planner.problem import Costs, Float, Int, Plan
 
 _NOTES = ((8, 4), (12, 4))  # bytes of a pair there and back, in each pass
 _SCORES = 8  # a pair's score and verdict, in global scope
-_DIRECTION = 4  # beside a score, where the draw is stratified
+_DIRECTION = 8  # beside a score, where the draw is stratified
 # Collectives of a pass, and how many more where there are replicas.
 _COLLECTIVES = ((5, 3), (5, 4))
 

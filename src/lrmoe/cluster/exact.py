@@ -180,8 +180,8 @@ def _replay_call(
     is_drawn = state.config.is_stratified and not made.keeps_all
     if is_drawn and any(pairs.direction_T is None for pairs in pairs_W):
         raise ValueError(
-            "strata='gradient': the trace does not have the directions of its gradients; record it "
-            "again, or replay it with strata='none'"
+            f"strata={state.config.strata!r}: the trace does not have the directions of its "
+            "gradients; record it again, or replay it with strata='none'"
         )
     if state.config.placement != "fixed":
         state.past_counts.append(counts_WE)
@@ -279,7 +279,7 @@ def _rank_call(
     direction_T = None
     if state.config.is_stratified and not made.keeps_all:
         assert mine.direction_T is not None
-        direction_T = torch.from_numpy(mine.direction_T.astype(np.int64))
+        direction_T = torch.from_numpy(mine.direction_T.copy())
     selection = choose_pairs(
         ones_N, torch.ones(T), score_N, pairs, call, state, exchange, direction_T
     )
@@ -364,8 +364,8 @@ def _sent_bytes(
     result[1] += expert * (again_in + (0 if holds else again_out)) + row * moved_rows_W
     if config.effective_scope == "global" and not (made.keeps_all and made.backward_is_forward):
         pairs_out, pairs_back = others(counts_WE.reshape(W, W, -1).sum(2))
-        # The score, and the direction where the draw needs it.
-        there = 8 if config.is_stratified and not made.keeps_all else 4
+        # The score in 4 bytes, and the direction in 8 where the draw needs it.
+        there = 12 if config.is_stratified and not made.keeps_all else 4
         result[1] += there * pairs_out + (4 if made.is_home_only else 16) * pairs_back
     return result
 

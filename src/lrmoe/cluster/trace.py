@@ -26,13 +26,13 @@ from lrmoe.planner.problem import Int
 from lrmoe.score import direction
 from lrmoe.state import CallRecord
 
-VERSION = 2
-_READABLE = (1, 2)  # 1 had no directions
+VERSION = 3
+_READABLE = (1, 3)  # 1 had no directions; 2, which was never released, had 16 bits of them
 _KEY = b"lrmoe.trace"
 _KEYS = ("layer", "step", "micro_batch", "rank")
 _COUNTS = [(name, pa.int32()) for name in _KEYS] + [("counts", pa.list_(pa.int32()))]
 _PAIRS = [("experts", pa.list_(pa.int16())), ("scores", pa.list_(pa.float32()))]
-_DIRECTIONS = [("directions", pa.list_(pa.uint16()))]
+_DIRECTIONS = [("directions", pa.list_(pa.int64()))]
 _MAX_IDS = 1 << 15
 
 
@@ -57,7 +57,7 @@ class TraceInfo:
     """Kind of device, which decides what the planner takes a link to cost."""
     has_pairs: bool = False
     has_directions: bool = False
-    """Of the pairs' tokens (:func:`lrmoe.score.direction`); ``strata="gradient"`` draws by them."""
+    """Of the pairs' tokens (:func:`lrmoe.score.direction`), which samples are laid out by."""
     source: str = "lrmoe train"
     settings: dict[str, Any] = field(default_factory=dict)
     """``Recalibration`` of the run, empty where it was not ours."""
@@ -85,7 +85,7 @@ class RankPairs:
 
     expert_TK: NDArray[np.int16]
     score_TK: NDArray[np.float32]  # LRM
-    direction_T: NDArray[np.uint16] | None = None
+    direction_T: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Recorder:
             row["experts"] = call.top_k_index_TK.reshape(-1).to(torch.int16).cpu().numpy()
             row["scores"] = score_TK.reshape(-1).float().cpu().numpy()
             if self._info.has_directions:
-                row["directions"] = direction(grad_TD).cpu().numpy().astype(np.uint16)
+                row["directions"] = direction(grad_TD).cpu().numpy()
 
     def close(self) -> None:
         """Write what is left and end this rank's file."""
@@ -336,7 +336,7 @@ def _pairs_of(info: TraceInfo, columns: dict[str, Any], counts_NE: Int) -> list[
         directions = columns["directions"]
         if np.any(np.asarray(directions.value_lengths()) * K != length_N):
             raise _Contradiction("not one direction per token")
-        direction_Q = np.asarray(directions.flatten(), dtype=np.uint16)
+        direction_Q = np.asarray(directions.flatten(), dtype=np.int64)
     result = []
     for n, (end, length) in enumerate(zip(end_N, length_N, strict=True)):
         mine = slice(int(end - length), int(end))

@@ -20,6 +20,8 @@ _MEAN_SIZE = tl.constexpr(float(1 << 20))
 _MAX_SIZE = tl.constexpr((1 << 40) - 1)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 _NON_FINITE = tl.constexpr(0x7F800000)
+_LONGEST_CHAIN = 256
+_CHAIN_WARPS = 1  # the steps of a chain are short, and many chains fit on a multiprocessor
 
 
 def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> torch.Tensor:
@@ -68,6 +70,24 @@ def sample_pairs(
         num_warps=_WARPS,
     )
     return kept_P, probability_P
+
+
+def chained(
+    order_N: torch.Tensor, start_c: torch.Tensor, length_c: torch.Tensor, direction_N: torch.Tensor
+) -> torch.Tensor:
+    """:func:`lrmoe.select.chained`. One program per run, which stays in registers."""
+    result_N = order_N.clone()
+    if len(start_c) and len(order_N):
+        _chain[(len(start_c),)](
+            order_N,
+            start_c,
+            length_c,
+            direction_N,
+            result_N,
+            LONGEST=_LONGEST_CHAIN,
+            num_warps=_CHAIN_WARPS,
+        )
+    return result_N
 
 
 def top_pairs(
@@ -241,6 +261,45 @@ def _sample(
         tl.store(kept + target, first + place, mask=is_kept)
         tl.store(probabilities + target, probability, mask=is_kept)
         slot += tl.sum(is_kept.to(tl.int64), 0)
+
+
+@triton.jit
+def _num_ones(bits):
+    """Bits that are set in a 64-bit word; the two highest apart: shifts would bring signs along."""
+    total = ((bits >> 63) & 1) + ((bits >> 62) & 1)
+    bits = bits & 0x3FFFFFFFFFFFFFFF
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits = bits + (bits >> 8)
+    bits = bits + (bits >> 16)
+    bits = bits + (bits >> 32)
+    return total + (bits & 0x7F)
+
+
+@triton.jit
+def _chain(orders, starts, lengths, directions, results, LONGEST: tl.constexpr):
+    c = tl.program_id(0)
+    first = tl.load(starts + c)
+    length = tl.load(lengths + c)
+    place = tl.arange(0, LONGEST).to(tl.int64)
+    is_inside = place < length
+    pair = tl.load(orders + first + place, mask=is_inside, other=0)
+    signs = tl.load(directions + pair, mask=is_inside, other=0)
+    is_left = is_inside & (place > 0)
+    current = length * 0
+    rank = tl.zeros([LONGEST], dtype=tl.int64)  # of each place in the chain
+    step = length * 0 + 1
+    while step < length:
+        here = tl.sum(tl.where(place == current, signs, 0), 0)
+        # The number of signs that differ, then the place.
+        key = tl.where(is_left, (_num_ones(signs ^ here) << 8) + place, 1 << 16)
+        current = tl.min(key, 0) & (LONGEST - 1)
+        is_next = place == current
+        rank = tl.where(is_next, step, rank)
+        is_left = is_left & (place != current)
+        step += 1
+    tl.store(results + first + rank, pair, mask=is_inside)
 
 
 @triton.jit

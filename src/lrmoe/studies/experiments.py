@@ -59,7 +59,7 @@ def pooled(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
-    stratum_N: torch.Tensor | None = None,
+    code_N: torch.Tensor | None = None,
     *,
     normalised: float,
 ) -> Selection:
@@ -81,6 +81,7 @@ def pooled(
     size_N = (1 - rho) * size_N / size_N.mean().clamp_min(1e-300) + rho
     everything = Segments(np.array([len(score_N)]), score_N.device)
     quota = np.array([int(quota_e.sum())])
+    stratum_N, _ = recalibrate.strata_of(code_N, config.strata)
     if stratum_N is not None:  # by expert first
         stratum_N = ((segments.expert_N << STRATUM_BITS) + stratum_N) // len(count_e)
     return select_sampled(size_N, everything, quota, generator, None, stratum_N)
@@ -93,7 +94,7 @@ def levelled(
     share_e: Float | None,
     config: Recalibration,
     generator: torch.Generator,
-    stratum_N: torch.Tensor | None = None,
+    code_N: torch.Tensor | None = None,
     *,
     power: float,
 ) -> Selection:
@@ -107,7 +108,8 @@ def levelled(
     segments = Segments(count_e, score_N.device)
     size_N = sampling_sizes(score_N, segments, config.min_inclusion)
     quota_e = shared_quotas(size_e, count_e, quota_e, rho=0.0)
-    return select_sampled(size_N, segments, quota_e, generator, None, stratum_N)
+    strata = recalibrate.strata_of(code_N, config.strata)
+    return select_sampled(size_N, segments, quota_e, generator, None, *strata)
 
 
 class Predicted:
@@ -132,7 +134,7 @@ class Predicted:
         share_e: Float | None,
         config: Recalibration,
         generator: torch.Generator,
-        stratum_N: torch.Tensor | None = None,
+        code_N: torch.Tensor | None = None,
     ) -> Selection:
         """The rule inside one layer call."""
         _refuse(share_e, config)
@@ -147,7 +149,8 @@ class Predicted:
         self._mean_E[layer] = mean_E
         self._calls += 1
         size_N = sampling_sizes(score_N, segments, config.min_inclusion)
-        return select_sampled(size_N, segments, quota_e, generator, None, stratum_N)
+        strata = recalibrate.strata_of(code_N, config.strata)
+        return select_sampled(size_N, segments, quota_e, generator, None, *strata)
 
     def begin_step(self) -> None:
         """The next call is of the layer that the first call was of."""
@@ -178,7 +181,7 @@ class Covering:
         share_e: Float | None,
         config: Recalibration,
         generator: torch.Generator,
-        stratum_N: torch.Tensor | None = None,
+        code_N: torch.Tensor | None = None,
     ) -> Selection:
         """The rule inside one layer call."""
         _refuse(share_e, config)
@@ -191,8 +194,8 @@ class Covering:
         rest_R = (~is_certain_N).nonzero().squeeze(1)
         segments = Segments(count_e - certain_e, score_N.device)
         size_R = sampling_sizes(score_N[rest_R], segments, config.min_inclusion)
-        stratum_R = None if stratum_N is None else stratum_N[rest_R]
-        drawn = select_sampled(size_R, segments, quota_e - certain_e, generator, None, stratum_R)
+        strata = recalibrate.strata_of(None if code_N is None else code_N[rest_R], config.strata)
+        drawn = select_sampled(size_R, segments, quota_e - certain_e, generator, None, *strata)
         weight_N = is_certain_N.to(drawn.weight_P.dtype)
         weight_N[rest_R[drawn.kept_P]] = drawn.weight_P
         kept_P = weight_N.nonzero().squeeze(1)

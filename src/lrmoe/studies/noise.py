@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lrmoe.recalibrate import strata_of
 from lrmoe.score import direction
 from lrmoe.select import ONE, Segments, inclusion_probabilities, select_sampled
 from lrmoe.studies import rows
@@ -35,7 +36,7 @@ from lrmoe.training.run_dir import append_row
 GROUPS = ("down", "gate_up", "x", "router")
 RATES = (0.2, 0.5)
 STEPS = (50, 200, 400)
-STRATA = ("none", "gradient", "text")
+STRATA = ("none", "gradient", "neighbors", "text")
 _BATCHES = 4
 _DRAWS = 16
 _RHO = 0.1
@@ -56,7 +57,7 @@ class LayerPairs:
     terms: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
     """By expert, of ``down`` and ``gate_up``: rows [n, A] and [n, B], whose products are the pairs'
     terms of the gradient."""
-    strata_N: dict[str, torch.Tensor]
+    code_N: dict[str, torch.Tensor]
     """int64 [N] by name: direction of the output gradient; successor and token itself."""
 
     @property
@@ -150,8 +151,8 @@ def drawn_noise(
     size_N = _relative(pairs.own["down"].sqrt(), segments)
     sums = dict.fromkeys(("down", "gate_up"), 0.0)
     for _ in range(_DRAWS):
-        stratum_N = pairs.strata_N.get(strata)
-        chosen = select_sampled(size_N, segments, quota_E, generator, None, stratum_N)
+        order = strata_of(pairs.code_N.get(strata), strata)
+        chosen = select_sampled(size_N, segments, quota_E, generator, None, *order)
         off_N = torch.full_like(size_N, -1.0)
         off_N[chosen.kept_P] += chosen.weight_P
         off_by_expert = torch.split(off_N.float(), pairs.count_E.tolist())
@@ -270,6 +271,7 @@ def _norms(
         whole["gate_up"] += float((dz_n2F.T @ x_nD).square().sum())
         dx_TD.index_add_(0, token_n, dx_nD)
     whole["x"] = float(dx_TD.square().sum())
+    direction_N = direction(grad_TD)[token_N]
     whole["router"] = float(torch.cat(own["router"]).sum())
     return LayerPairs(
         count_E=count_E.numpy(),
@@ -279,7 +281,7 @@ def _norms(
         own={group: torch.cat(parts) for group, parts in own.items()},
         whole=whole,
         terms=terms,
-        strata_N={"gradient": direction(grad_TD)[token_N], "text": text_T[token_N]},
+        code_N={"gradient": direction_N, "neighbors": direction_N, "text": text_T[token_N]},
     )
 
 
@@ -303,6 +305,7 @@ def table(found: Sequence[rows.Row]) -> str:
         )
     note = (
         "Noise of one batch's gradient, over its length; x: of the layer's input. Strata: of drawn "
-        "samples, in random order, by the output gradients' directions, or by the text."
+        "samples, in random order, by the output gradients' directions, from each to its nearest, "
+        "or by the text."
     )
     return "\n".join([*lines, note, ""])
