@@ -34,7 +34,7 @@ TYPES = {
     select_triton._sizes: "scores=*fp32 firsts=*i64 counts=*i64 sizes=*fp32 rho=fp32 BLOCK=2048",
     select_triton._sample: (
         "sizes=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 orders=*i64 starts=*i64 "
-        "drawn=*i64 kept=*i64 probabilities=*i64 BLOCK=2048"
+        "drawn=*i64 kept=*i64 weights=*fp64 BLOCK=2048"
     ),
     select_triton._chain: (
         "orders=*i64 starts=*i64 lengths=*i64 directions=*i64 results=*i64 LONGEST=256"

@@ -133,20 +133,18 @@ def send_tokens(
 
     Also returns the token of each row this rank sent, for the way back; ``None``: every token.
     """
-    device = x_TD.device
+    device, T = x_TD.device, x_TD.shape[0]
+    here = local_instances(plan, exchange.rank)
+    order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
+    if exchange.keeps_rows:  # nothing travels
+        row_R = pairs.token_N.to(torch.int32)
+        return Arrived(x_UD=x_TD, row_R=row_R, p_R=p_N, order=order), None
     token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
-    needed_WT, _ = count_token_rows(
-        token_M,
-        sending.rank_M,
-        x_TD.shape[0],
-        exchange.num_ranks,
-        keeps_rows=exchange.keeps_rows,
-    )
+    needed_WT, _ = count_token_rows(token_M, sending.rank_M, T, exchange.num_ranks)
+    assert needed_WT is not None
     rows = token_rows(needed_WT, token_M, sending.rank_M, splits.send_rows_W)
     x_UD = send_rows(x_TD, rows.token_U, splits, exchange)
     notes = exchange.all_to_all(_pack(rows.row_P, p_M), splits.send_pairs_W, splits.receive_pairs_W)
-    here = local_instances(plan, exchange.rank)
-    order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
     row_R, p_R = _unpack(order.to_expert_major(notes), p_N.dtype)
     return Arrived(x_UD=x_UD, row_R=_shifted(row_R, order), p_R=p_R, order=order), rows.token_U
 
@@ -210,6 +208,8 @@ def announce_kept(
     Args:
         x_TD: this rank's tokens; needed where pairs may move.
     """
+    if exchange.keeps_rows:
+        return _kept_here(selection, p_N, pairs, plan, forward_splits)
     device, rank, num_ranks = p_N.device, exchange.rank, exchange.num_ranks
     pairs_V = plan.forward_WV[rank]
     forward_N = forward_instances(plan, pairs_V, device)
@@ -227,9 +227,7 @@ def announce_kept(
         if selection.instance_P is not None:
             is_moved_M = instance_M != forward_N[kept_M]
     token_M = pairs.token_N[kept_M]
-    needed_WT, rows_W = count_token_rows(
-        token_M, rank_M, num_tokens, num_ranks, keeps_rows=exchange.keeps_rows
-    )
+    needed_WT, rows_W = count_token_rows(token_M, rank_M, num_tokens, num_ranks)
     moved_M = None if is_moved_M is None else is_moved_M.nonzero().squeeze(1)  # device sync
     moved_WT, moved_rows_W = None, None
     if not plan.is_home_only:
@@ -238,6 +236,7 @@ def announce_kept(
     kept_WV, splits, moved_splits = _backward_splits(
         plan, forward_splits, rows_W, moved_rows_W, instance_M, rows, exchange
     )
+    assert needed_WT is not None
     sent = token_rows(needed_WT, token_M, rank_M, splits.send_rows_W)
 
     message_start_W = upload(np.cumsum([0, *forward_splits.send_pairs_W[:-1]]), device)
@@ -281,6 +280,33 @@ def announce_kept(
     )
 
 
+def _kept_here(
+    selection: Selection,
+    p_N: torch.Tensor,
+    pairs: PairTable,
+    plan: Plan,
+    forward_splits: Splits,
+) -> Announced:
+    """Of one rank, whose tokens are the rows: nothing travels."""
+    assert plan.is_home_only
+    kept_P = selection.kept_P
+    kept_WV = plan.quota_E[None] if plan.backward_WV is None else plan.backward_WV
+    all_rows = forward_splits.send_rows_W
+    return Announced(
+        token_U=None,
+        pair_M=None,
+        row_P=pairs.token_N[kept_P].to(torch.int32),
+        forward_P=kept_P.to(torch.int32),
+        coef_P=p_N[kept_P] * selection.weight_P,
+        splits=_splits(0, pairs_by_rank(plan, kept_WV), all_rows, all_rows),
+        kept_WV=kept_WV,
+        num_moved=0,
+        moved_x_UD=None,
+        moved_row_P=None,
+        rows_slack=kept_P.new_zeros(()),
+    )
+
+
 def rows_to_others(rows_W: Any, rank: int) -> Any:
     """Rows that go to other ranks, of an array or a tensor."""
     return rows_W.sum() - rows_W[rank]
@@ -312,11 +338,6 @@ def _backward_splits(
     splits are ``None`` if no rank moves any.
     """
     rank, W, V = exchange.rank, exchange.num_ranks, len(plan.instance_rank_V)
-    if exchange.keeps_rows and plan.backward_WV is not None:
-        # The rows are all tokens: nothing to ask.
-        pairs_WW = pairs_by_rank(plan, plan.backward_WV)
-        all_rows = forward_splits.send_rows_W
-        return plan.backward_WV, _splits(0, pairs_WW, all_rows, all_rows), None
     if rows == "static":
         assert plan.backward_WV is not None
         kept_WV = plan.backward_WV

@@ -42,7 +42,7 @@ from lrmoe.pairs import (
     message_order,
     sort_pairs,
 )
-from lrmoe.recalibrate import choose_pairs, measure_noise, router_gradient
+from lrmoe.recalibrate import choose_pairs, completed_router_gradient, measure_noise
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm
 from lrmoe.select import Selection
@@ -428,20 +428,16 @@ def _router_gradient(
     """The kept pairs' ``<G, y>`` in pair order -> dL/dp [T, K] in the configured mode."""
     p_TK = saved["p_TK"]
     wide_TD = grad_TD.to(p_TK.dtype)
-    grad_output_T = None
-    if config.router_grad == "completed":
-        grad_output_T = torch.linalg.vecdot(wide_TD, saved["output_TD"].to(p_TK.dtype))
     if config.router_grad == "exact":
-        inner_TK = torch.einsum("td,tkd->tk", wide_TD, saved["y_TKD"].to(p_TK.dtype))
-    else:
-        inner_TK = scatter_pairs(inner_P, pairs, selection, p_TK)
-    return router_gradient(
-        config.router_grad,
+        return torch.einsum("td,tkd->tk", wide_TD, saved["y_TKD"].to(p_TK.dtype))
+    if config.router_grad == "kept":
+        return scatter_pairs(selection.weight_P * inner_P, pairs, selection, p_TK)
+    return completed_router_gradient(
         config.is_unbiased,
         p_TK,
         scatter_pairs(selection.weight_P, pairs, selection, p_TK),
-        inner_TK,
-        grad_output_T,
+        scatter_pairs(inner_P, pairs, selection, p_TK),
+        torch.linalg.vecdot(wide_TD, saved["output_TD"].to(p_TK.dtype)),
     )
 
 

@@ -91,13 +91,9 @@ def message_order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """The rows a rank sends: every token once per destination that needs it.
+    """The rows a rank sends: every token once per destination that needs it."""
 
-    With one rank nothing need be sent: the tokens are the rows, as they lie.
-    """
-
-    # int64, destination-major, ascending inside a destination; None: every token, in order
-    token_U: torch.Tensor | None
+    token_U: torch.Tensor  # int64, destination-major, ascending inside a destination
     row_P: torch.Tensor  # int32, for each pair its row inside the message
 
 
@@ -122,7 +118,7 @@ def count_token_rows(
 
 
 def token_rows(
-    needed_WT: torch.Tensor | None, token_P: torch.Tensor, rank_P: torch.Tensor, rows_W: Int
+    needed_WT: torch.Tensor, token_P: torch.Tensor, rank_P: torch.Tensor, rows_W: Int
 ) -> TokenRows:
     """Lay the needed rows out by destination.
 
@@ -130,8 +126,6 @@ def token_rows(
         rows_W: host row counts of the payload. Larger than the number of needed rows where they are
             a bound: the rows beyond are padding that no pair names.
     """
-    if needed_WT is None:
-        return TokenRows(token_U=None, row_P=token_P.to(torch.int32))
     row_WT = needed_WT.cumsum(1) - 1
     start_W = upload(rows_W.cumsum() - rows_W, token_P.device)
     total = int(rows_W.sum())

@@ -149,7 +149,9 @@ def _choose_at_home(
     score_R = arrived_RC[:, 0].contiguous()
     code_R = None
     if code_N is not None:
-        code_R = arrived_RC[:, 1:].contiguous().view(torch.int64).squeeze(1)
+        # clone: contiguous() of no rows keeps an offset that an int64 view cannot have
+        code_RC = arrived_RC[:, 1:].clone(memory_format=torch.contiguous_format)
+        code_R = code_RC.view(torch.int64).squeeze(1)
     chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, code_R)
     if W == 1:
         return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))
@@ -240,29 +242,21 @@ def measure_noise(
     return torch.cat([noise_A, lrm_N.double().sum()[None]])
 
 
-def router_gradient(
-    mode: str,
+def completed_router_gradient(
     is_unbiased: bool,
     p_TK: torch.Tensor,
     weight_TK: torch.Tensor,
     inner_TK: torch.Tensor,
-    grad_output_T: torch.Tensor | None,
+    grad_output_T: torch.Tensor,
 ) -> torch.Tensor:
-    """dL/dp of every pair, [T, K] (specification, section 8).
+    """dL/dp of every pair, [T, K], of ``router_grad="completed"`` (specification, section 8).
 
     Args:
         weight_TK: selection weight, 0 where dropped.
-        inner_TK: ``<G_t, y_s>``; only the kept pairs' are read unless the mode is ``exact``.
-        grad_output_T: ``<G_t, out_t>`` with the routed output; only ``completed`` reads it.
+        inner_TK: ``<G_t, y_s>`` of the kept pairs, 0 where dropped.
+        grad_output_T: ``<G_t, out_t>`` with the routed output.
     """
-    if mode == "exact":
-        return inner_TK
     is_kept_TK = weight_TK > 0
-    inner_TK = torch.where(is_kept_TK, inner_TK, 0.0)
-    if mode == "kept":
-        return weight_TK * inner_TK
-    assert mode == "completed", mode
-    assert grad_output_T is not None
     if is_unbiased:
         # A control variate: the mean over the token's experts stands in for what was dropped.
         total_T = p_TK.sum(1)

@@ -26,6 +26,7 @@ _MAX_SIZE = (1 << 40) - 1
 _MAX_KEPT = 1 << 22
 _KEY_BITS = 48  # of a sort inside the experts; the expert is above them
 STRATUM_BITS = 16
+_FIRST_SIGNS = 16  # by which pairs are sorted before they are chained
 _CHAIN = 256  # pairs whose order one chain decides
 
 
@@ -74,9 +75,12 @@ class Segments:
         """A value per expert -> one per pair."""
         return spread(values_e, self.count_e, self.expert_N.device)
 
-    def sort(self, key_N: torch.Tensor) -> torch.Tensor:
-        """Positions that order every run by ascending key, stable; ``0 <= key < 2^_KEY_BITS``."""
-        return torch.sort((self.expert_N << _KEY_BITS) | key_N, stable=True).indices
+    def sort(self, key_N: torch.Tensor, bits: int = _KEY_BITS) -> torch.Tensor:
+        """Positions that order every run by ascending key, stable; ``0 <= key < 2^bits``."""
+        whole_N = (self.expert_N << bits) | key_N
+        if len(self.count_e).bit_length() + bits < 32:  # a radix sort of half the passes
+            whole_N = whole_N.to(torch.int32)
+        return torch.sort(whole_N, stable=True).indices
 
 
 def keep_everything(num_pairs: int, like: torch.Tensor) -> Selection:
@@ -123,11 +127,12 @@ def select_sampled(
     if direction_N is None:
         order_N = _random_order(segments, generator, stratum_N)
     else:
-        order_N = segments.sort((direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1))
+        first_N = (direction_N >> (64 - _FIRST_SIGNS)) & ((1 << _FIRST_SIGNS) - 1)
+        order_N = segments.sort(first_N, _FIRST_SIGNS)
         start_c, length_c = even_runs(segments.count_e, _CHAIN)
         order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
-    kept_P, probability_P = sample_pairs(
+    kept_P, weight_P = sample_pairs(
         size_N,
         segments.device_count_e,
         upload(quota_e, device),
@@ -135,8 +140,7 @@ def select_sampled(
         start_e,
         int(quota_e.sum()),
     )
-    weight_P = ONE / probability_P.double()
-    if share_probability_e is not None:
+    if share_probability_e is not None and (share_probability_e < 1).any():
         weight_P /= segments.spread(share_probability_e)[kept_P]
     return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
 
@@ -207,7 +211,7 @@ def _fake_sample(
     start_e: torch.Tensor,
     num_kept: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return order_N.new_empty(num_kept), order_N.new_empty(num_kept)
+    return order_N.new_empty(num_kept), order_N.new_empty(num_kept, dtype=torch.float64)
 
 
 @define("select_triton", fake=_fake_sample)
@@ -219,7 +223,7 @@ def sample_pairs(
     start_e: torch.Tensor,
     num_kept: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A systematic sample: kept positions, ascending, and their probabilities in ``1 / ONE``.
+    """A systematic sample: kept positions, ascending, and ``1 / P(kept)`` in float64.
 
     Args:
         order_N: the order inside each expert in which the probabilities are laid end to end.
@@ -229,7 +233,7 @@ def sample_pairs(
     pi_N = inclusion_probabilities(size_N, segments, quota_e.cpu().numpy())
     kept_N = systematic_sample(pi_N, order_N, start_e, segments)
     kept_P = torch.nonzero_static(kept_N, size=num_kept).squeeze(1)
-    return kept_P, pi_N[kept_P]
+    return kept_P, ONE / pi_N[kept_P].double()
 
 
 @define(

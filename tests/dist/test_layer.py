@@ -306,7 +306,7 @@ def _expected_bytes(
     if config.effective_scope == "global" and kept_WW.sum() != pairs_WW.sum():
         score = 4 if config.selection == "random" else word
         choosing += (sent["pairs"] + received["pairs"]) * score
-        choosing += sent["pairs"] * word * config.is_stratified
+        choosing += sent["pairs"] * 8 * config.is_stratified
     backward = sent["kept rows"] * row
     backward += received["kept rows"] * row if "x" not in job.frozen else 0
     backward += received["kept"] * word if "p" not in job.frozen else 0

@@ -51,9 +51,10 @@ def sample_pairs(
     times more. Free pairs' probabilities are rounded in the given order, by one unit in 2^40 at
     most otherwise than in the reference.
     """
-    kept_P, probability_P = order_N.new_empty(num_kept), order_N.new_empty(num_kept)
+    kept_P = order_N.new_empty(num_kept)
+    weight_P = order_N.new_empty(num_kept, dtype=torch.float64)
     if num_kept == 0:
-        return kept_P, probability_P
+        return kept_P, weight_P
     first_e, first_kept_e = count_e.cumsum(0) - count_e, quota_e.cumsum(0) - quota_e
     _sample[(len(count_e),)](
         size_N,
@@ -65,11 +66,11 @@ def sample_pairs(
         start_e,
         torch.empty_like(order_N),
         kept_P,
-        probability_P,
+        weight_P,
         BLOCK=_block(size_N),
         num_warps=_WARPS,
     )
-    return kept_P, probability_P
+    return kept_P, weight_P
 
 
 def chained(
@@ -180,7 +181,7 @@ def _sample(
     starts,
     drawn,
     kept,
-    probabilities,
+    weights,
     BLOCK: tl.constexpr,
 ):
     e = tl.program_id(0)
@@ -259,7 +260,8 @@ def _sample(
         is_kept = probability > 0
         target = slot + tl.cumsum(is_kept.to(tl.int64), 0) - 1
         tl.store(kept + target, first + place, mask=is_kept)
-        tl.store(probabilities + target, probability, mask=is_kept)
+        weight = one.to(tl.float64) / tl.where(is_kept, probability, 1).to(tl.float64)
+        tl.store(weights + target, weight, mask=is_kept)
         slot += tl.sum(is_kept.to(tl.int64), 0)
 
 
