@@ -1105,10 +1105,35 @@ def test_a_text_that_is_missing_or_of_other_tokens_is_refused():
     state.text_T = text_code(torch.arange(6))
     with pytest.raises(ValueError, match="the text of 6 tokens is known for a call of 7 tokens"):
         experts(*case[:5], state=state)
+    for wrong in ([1] * 7, torch.tensor(7), torch.zeros(7), torch.zeros(7, dtype=torch.int32)):
+        state.text_T = wrong
+        with pytest.raises(ValueError, match="what is no text_code is known for a call of 7"):
+            experts(*case[:5], state=state)
     with torch.no_grad():
         experts(*case[:5], state=state)  # nothing is drawn
-    biased = LayerState(Recalibration(rate=0.5, selection="top", strata="text"))
-    experts(*case[:5], state=biased)
+    for nothing_drawn in ({"selection": "top"}, {"rate": 0.0}):
+        settings = Recalibration(**({"rate": 0.5, "strata": "text"} | nothing_drawn))
+        experts(*case[:5], state=LayerState(settings))
+
+
+def test_a_first_call_in_a_backward_pass_needs_its_text():
+    """Under hooks like those of checkpointing: no recomputation, since nothing was computed yet."""
+    case, state = make_case(7), LayerState(Recalibration(rate=0.5, strata="text"))
+    refused = []
+
+    def call(grad):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            pytest.raises(ValueError, match="no text is known"),
+        ):
+            experts(*case[:5], state=state)
+        refused.append(True)
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(call)
+    leaf.sum().backward()
+    assert refused
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,8 @@ def test_a_sample_equals_the_reference(kind, seed, rho):
     # of at least 2^-20 of the mean size.
     want_P, longest = pi_N[kept_P.cpu()], counts.max()
     probability_P = select.ONE / weight_P.cpu()
+    # Exact inverses of whole multiples of 2^-40.
+    assert ((probability_P - probability_P.round()).abs() < 1e-3).all()
     assert ((probability_P - want_P).abs() <= longest * 2**-20 * want_P + 2.5).all()
     assert (weight_P >= 1).all()
 

@@ -149,7 +149,7 @@ class Recalibration:
     """Of the unbiased rules: pairs of an expert that are alike are drawn evenly, which leaves every
     probability as it is and usually lowers the variance (``docs/method.md``). ``gradient``: by
     where the tokens' output gradients point; a draw in the forward pass, which does not know them,
-    is then in random order. ``neighbors``: the same, and then from each pair to the one most alike.
+    is then in random order. ``neighbors``: from each pair to the one that points most alike.
     ``text``: by the token's successor and the token itself (:func:`lrmoe.text_code`). ``none``: in
     random order."""
     seed: int = 0

@@ -158,6 +158,8 @@ def send_rows(
     """The tokens' rows to the ranks that need them. With one rank they stay where they are."""
     if token_U is None:
         return rows_TD
+    if exchange.num_ranks == 1:  # what is received must not lie in scratch
+        return rows_TD[token_U]
     return exchange.all_to_all(
         gather_rows(rows_TD, token_U, "payload"),
         as_list(splits.send_rows_W),
@@ -289,8 +291,7 @@ def _kept_here(
 ) -> Announced:
     """Of one rank, whose tokens are the rows: nothing travels."""
     assert plan.is_home_only
-    kept_P = selection.kept_P
-    kept_WV = plan.quota_E[None] if plan.backward_WV is None else plan.backward_WV
+    kept_P, kept_WV = selection.kept_P, plan.quota_E[None]
     all_rows = forward_splits.send_rows_W
     return Announced(
         token_U=None,

@@ -45,7 +45,7 @@ from lrmoe.pairs import (
 from lrmoe.recalibrate import choose_pairs, completed_router_gradient, measure_noise
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm
-from lrmoe.select import Selection
+from lrmoe.select import STRATUM_BITS, Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 
 _ACTIVATIONS: dict[str, Activation | None] = {
@@ -412,7 +412,8 @@ def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | 
         return None
     if config.strata == "text":
         assert record.text_T is not None
-        return record.text_T.to(record.top_k_index_TK.device)
+        # Bits beyond those of a text_code would be taken for the expert's.
+        return record.text_T.to(record.top_k_index_TK.device) & ((1 << STRATUM_BITS) - 1)
     assert grad_TD is not None
     return direction(grad_TD)
 
@@ -454,11 +455,16 @@ def _check_budget(state: LayerState | None, dtype: torch.dtype, *widths: int) ->
 def _check_text(state: LayerState | None, num_tokens: int) -> None:
     if state is None or not state.config.is_stratified or state.config.strata != "text":
         return
+    if state.config.rate == 0:
+        return
     if not torch.is_grad_enabled() or state.is_recomputing:  # which has the text of the first call
         return
     text_T = state.text_T
-    if text_T is None or text_T.shape != (num_tokens,):
-        found = "no text is" if text_T is None else f"the text of {len(text_T)} tokens is"
+    if isinstance(text_T, torch.Tensor) and text_T.dtype == torch.int64 and text_T.ndim == 1:
+        found = None if len(text_T) == num_tokens else f"the text of {len(text_T)} tokens is"
+    else:
+        found = "no text is" if text_T is None else "what is no text_code is"
+    if found is not None:
         raise ValueError(
             f"strata='text': {found} known for a call of {num_tokens} tokens; give the configured "
             "model input_ids, or set LayerState.text_T = lrmoe.text_code(input_ids) before the call"

@@ -86,7 +86,11 @@ def message_order(
 ) -> MessageOrder:
     """The order of sending for pairs with these instances, ``pairs_V`` of each (host)."""
     pair_M = None if instance_N is None else torch.sort(instance_N, stable=True).indices
-    return MessageOrder(pair_M=pair_M, rank_M=spread(plan.instance_rank_V, pairs_V, device))
+    if len(plan.forward_WV) == 1:
+        rank_M = torch.zeros(int(pairs_V.sum()), dtype=torch.int64, device=device)
+    else:
+        rank_M = spread(plan.instance_rank_V, pairs_V, device)
+    return MessageOrder(pair_M=pair_M, rank_M=rank_M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,9 +116,11 @@ def strata_of(
     code_N: torch.Tensor | None, strata: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``stratum_N`` and ``direction_N`` of :func:`lrmoe.select.select_sampled`."""
+    if code_N is None:
+        return None, None
     if strata == "neighbors":
         return None, code_N
-    return gray_place(code_N) if code_N is not None and strata == "gradient" else code_N, None
+    return gray_place(code_N) if strata == "gradient" else code_N, None
 
 
 def _choose_at_home(
@@ -134,6 +136,9 @@ def _choose_at_home(
     """
     plan, config, device = call.plan, call.config, score_N.device
     E, W = call.counts_WE.shape[1], exchange.num_ranks
+    if W == 1:
+        chosen = _select(score_N, call.counts_WE[0], plan.quota_E, None, config, generator, code_N)
+        return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))
     home = slice(exchange.rank * (E // W), (exchange.rank + 1) * (E // W))
     counts_We = call.counts_WE[:, home]
     # Pairs are sorted by expert, so those of a home rank are one run.
@@ -153,8 +158,6 @@ def _choose_at_home(
         code_RC = arrived_RC[:, 1:].clone(memory_format=torch.contiguous_format)
         code_R = code_RC.view(torch.int64).squeeze(1)
     chosen = _select(score_R, counts_We.sum(0), plan.quota_E[home], None, config, generator, code_R)
-    if W == 1:
-        return replace(chosen, weight_P=chosen.weight_P.to(score_N.dtype))
     verdict_R2 = torch.zeros(len(score_R), 2, dtype=torch.float64, device=device)
     verdict_R2[chosen.kept_P, 0] = chosen.weight_P.double()
     if not plan.is_home_only:

@@ -59,7 +59,10 @@ def direction(grad_TD: torch.Tensor) -> torch.Tensor:
     sign is the highest bit. Lengths do not matter.
     """
     sign_TB = (grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)) > 0
-    return (sign_TB.long() << torch.arange(_SIGNS - 1, -1, -1, device=grad_TD.device)).sum(1)
+    bit_T88 = sign_TB.view(torch.uint8).view(-1, 8, 8)
+    shift_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=grad_TD.device)
+    byte_T8 = (bit_T88 << shift_8).sum(2, dtype=torch.uint8)
+    return byte_T8.flip(1).view(torch.int64).squeeze(1)  # the lowest byte is the first in memory
 
 
 def text_code(input_ids: torch.Tensor) -> torch.Tensor:

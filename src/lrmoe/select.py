@@ -118,9 +118,9 @@ def select_sampled(
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
         stratum_N: int64 in ``[0, 2^STRATUM_BITS)``: pairs with near numbers are alike. As many of
             any run of them are kept as their probabilities say, to within one.
-        direction_N: int64, from :func:`lrmoe.score.direction`, in place of strata: pairs with the
-            same first signs are together, and there every pair is followed by the most alike one
-            that is left of up to 256.
+        direction_N: int64, from :func:`lrmoe.score.direction`, in place of strata: sorted by their
+            first signs and cut into runs of up to 256, in which every pair is followed by the one
+            most alike that is left.
     """
     _check_quota(quota_e)
     device = size_N.device
@@ -171,8 +171,10 @@ def gray_place(direction_N: torch.Tensor) -> torch.Tensor:
     Those that agree in the first n signs are within ``2^(STRATUM_BITS - n)`` of each other.
     """
     place_N = (direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1)
-    for shift in (1, 2, 4, 8):  # each bit becomes the parity of itself and those above
+    shift = 1
+    while shift < STRATUM_BITS:  # each bit becomes the parity of itself and those above
         place_N = place_N ^ (place_N >> shift)
+        shift *= 2
     return place_N
 
 
@@ -248,12 +250,12 @@ def chained(
     A run keeps its first pair; ties fall to the pair that was earlier. ``length^2`` steps a run.
 
     Args:
-        start_c: of runs of places in ``order_N``, of at most 256; places in none stay as they are.
+        start_c: of the runs that ``order_N`` is cut into, of at most 256 places.
         direction_N: int64 by pair, 64 signs.
     """
     from lrmoe.kernels import select_cpu  # compiles with numba on first use
 
-    result_N = order_N.cpu().clone()
+    result_N = torch.empty_like(order_N, device="cpu")
     arguments = (order_N, start_c, length_c, direction_N, result_N)
     select_cpu.chained(*[tensor.cpu().numpy() for tensor in arguments])
     return result_N.to(order_N.device)

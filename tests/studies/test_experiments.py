@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 
 from lrmoe import Recalibration, layer, recalibrate
-from lrmoe.studies import loop
+from lrmoe.select import STRATUM_BITS
+from lrmoe.studies import experiments, loop
 from lrmoe.studies.experiments import (
     EXPERIMENTS,
     Covering,
@@ -54,6 +56,46 @@ def test_pooled_quotas_follow_the_scores_across_experts():
 
 def test_all_zero_scores_are_drawn_uniformly():
     assert len(draw(0, torch.zeros(16)).kept_P) == 8
+
+
+@pytest.mark.parametrize("strata", ["gradient", "neighbors", "text"])
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_experiments_are_laid_out_by_their_own_pairs_codes(name, strata, monkeypatch):
+    """What the draw is given: of every expert's pairs their codes, in the order of their sizes."""
+    given = []
+    real = experiments.select_sampled
+    monkeypatch.setattr(
+        experiments,
+        "select_sampled",
+        lambda *arguments: given.append(arguments) or real(*arguments),
+    )
+    score_N = torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.1
+    code_N = torch.arange(16) << 48 if strata != "text" else torch.arange(16)
+    config = replace(CONFIG, strata=strata)
+    rule = make(name)
+    if isinstance(rule, Covering):
+        rule._token_N = torch.arange(16) // 2
+    arguments = (score_N, COUNT, QUOTA, None, config, torch.Generator(), code_N)
+    if strata == "neighbors" and name.startswith("pooled"):
+        with pytest.raises(ValueError, match="strata='neighbors'"):
+            rule(*arguments)
+        return
+    chosen = rule(*arguments)
+    ((size_n, _, _, _, _, stratum_n, *rest),) = given
+    direction_n = rest[0] if rest else None
+    got_n = stratum_n if direction_n is None else direction_n
+    assert (stratum_n is None) == (strata == "neighbors")
+    drawn = set(range(16))
+    if isinstance(rule, Covering):  # those kept for certain are not drawn
+        certain = covering(score_N, rule._token_N, COUNT, np.array([2, 0, 4]))
+        drawn -= set(certain.nonzero().squeeze(1).tolist())
+    want, _ = recalibrate.strata_of(code_N, strata)
+    want = code_N if want is None else want
+    if name.startswith("pooled"):
+        want = (torch.tensor([0] * 6 + [2] * 10) * 2**STRATUM_BITS + want) // 3
+    assert got_n.tolist() == want[sorted(drawn)].tolist()
+    assert len(size_n) == len(drawn)
+    assert len(chosen.kept_P) == QUOTA.sum()
 
 
 def test_an_experiment_ends_with_its_context():

@@ -120,6 +120,7 @@ def test_pairs_of_all_protocols_and_strata_have_tables_of_their_own():
     assert "With strata, minus the same without" in minus
     assert f"sampled C50 strata=gradient | {len(runs) // 3} | -4.5" in minus
     one["val_loss"] = None
+    assert "convergence_finalists" in figures.figures(runs, [])
     text = figures.tables(runs, [])
     assert f"| sampled C50 strata=gradient | {len(runs) // 3} | +inf |  |  |" in text
     assert f"sampled C50 strata=gradient | {len(runs) // 3} | +nan |  |  |" in text
@@ -166,6 +167,15 @@ def test_races_are_measured_against_symi_seed_by_seed(tmp_path):
 
 def test_one_run_without_a_partner_draws_nothing(tmp_path):
     assert figures.figures([row(0, {"rate": 0.5})], []) == {}
+
+
+def test_arms_of_other_strata_are_other_rules():
+    names = {
+        figures.rule_name(Arm.from_dict({"rate": 0.5, "strata": strata}))
+        for strata in ("none", "gradient", "neighbors", "text")
+    }
+    assert len(names) == 4
+    assert names <= set(figures._COLORS)
 
 
 def test_every_rule_has_a_color():

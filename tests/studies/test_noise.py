@@ -91,8 +91,9 @@ def test_drawn_noise_is_the_formula_without_strata_and_less_with_them(model):
     for group in ("down", "gate_up"):
         at_random = drawn[0.5, "none"][group]
         assert at_random == pytest.approx(expected[0.5][group], rel=0.2)
-        for strata in ("gradient", "text"):
+        for strata in ("gradient", "neighbors", "text"):
             assert drawn[0.5, strata][group] < at_random
+        assert drawn[0.5, "neighbors"][group] != drawn[0.5, "gradient"][group]
 
 
 def test_rows_are_written_once(tmp_path, capsys):

@@ -28,6 +28,8 @@ def chained(order, starts, lengths, directions, result):
     taken = np.empty(_LONGEST, np.int64)
     for c in range(len(starts)):
         first, length = starts[c], lengths[c]
+        if length > _LONGEST:
+            raise ValueError("a run is longer than 256")
         for j in range(length):
             signs[j] = u64(directions[order[first + j]])
             taken[j] = j

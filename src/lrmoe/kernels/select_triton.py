@@ -77,7 +77,7 @@ def chained(
     order_N: torch.Tensor, start_c: torch.Tensor, length_c: torch.Tensor, direction_N: torch.Tensor
 ) -> torch.Tensor:
     """:func:`lrmoe.select.chained`. One program per run, which stays in registers."""
-    result_N = order_N.clone()
+    result_N = torch.empty_like(order_N)
     if len(start_c) and len(order_N):
         _chain[(len(start_c),)](
             order_N,

@@ -81,7 +81,9 @@ def pooled(
     size_N = (1 - rho) * size_N / size_N.mean().clamp_min(1e-300) + rho
     everything = Segments(np.array([len(score_N)]), score_N.device)
     quota = np.array([int(quota_e.sum())])
-    stratum_N, _ = recalibrate.strata_of(code_N, config.strata)
+    stratum_N, direction_N = recalibrate.strata_of(code_N, config.strata)
+    if direction_N is not None:
+        raise ValueError("strata='neighbors': of one expert's pairs; allowed here are the others")
     if stratum_N is not None:  # by expert first
         stratum_N = ((segments.expert_N << STRATUM_BITS) + stratum_N) // len(count_e)
     return select_sampled(size_N, everything, quota, generator, None, stratum_N)

@@ -24,6 +24,7 @@ _COLORS = {
     "sampled": "#3b6ea8",
     "sampled, strata": "#123f73",
     "sampled, text strata": "#1f8a8a",
+    "sampled, neighbors": "#8a1f5a",
     "sampled, drawn forward": "#7fb2e5",
     "sampled, drawn forward, text strata": "#7fd0d0",
     "random_unbiased": "#5a9e6f",
@@ -45,6 +46,7 @@ _COLORS = {
     "predicted": "#996633",
     "predicted-half": "#339966",
 }
+_STRATA = {"gradient": ", strata", "neighbors": ", neighbors", "text": ", text strata"}
 # Rules of the figure over rates; the bars show all arms.
 _RATE_RULES = ("sampled", "sampled, strata", "sampled, drawn forward", "random_unbiased", "top")
 # The default's draw now, and what it was before.
@@ -145,7 +147,7 @@ def rule_name(arm: Arm) -> str:
     config = arm.recalibration
     draw = ", drawn forward" if config.draw == "forward" else ""
     if config.is_stratified:
-        draw += ", text strata" if config.strata == "text" else ", strata"
+        draw += _STRATA[config.strata]
     return (arm.experiment or config.selection) + draw
 
 
@@ -188,8 +190,9 @@ def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
         excess, seeds = comparison["excess"], comparison["excess_by_seed"]
         axes.plot([place] * len(seeds), seeds, ".", color=color, alpha=0.5)
         axes.plot(place, excess.mean, "o", color=color, label=f"C{100 * rate:g}, {rule}")
-        axes.plot([place] * 2, [excess.mean, excess.bound], "-", color=color)
-        axes.plot(place, excess.bound, "_", color=color, ms=12)
+        if excess.bound is not None:  # no run diverged
+            axes.plot([place] * 2, [excess.mean, excess.bound], "-", color=color)
+            axes.plot(place, excess.bound, "_", color=color, ms=12)
     axes.axhline(0, color="black", lw=0.8)
     names = ["\n".join(wrap(describe(p), 34)) for p in protocols]
     axes.set_xticks(range(len(protocols)), names, fontsize="x-small")
@@ -369,17 +372,16 @@ def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figur
         "bias": "bias of the mean gradient, all parameters",
     }
     least = 0.003  # what is lower is drawn here: the axes are logarithmic
+    places: dict[Axes, list[tuple[str, tuple[float, float]]]] = {axes: [] for axes in panels}
     for axes, (key, title) in zip(panels, measures.items(), strict=True):
         axes.set(xlabel=title, ylabel="validation loss over C0, %", xscale="log", yscale="log")
         axes.grid(alpha=0.3, which="both")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        places = {}
         for arm, excess, errors in explained:
             place = (max(errors[key], least), max(excess, least))
             mark = "o" if arm.recalibration.is_unbiased else "s"
             axes.plot(*place, mark, color=_color(rule_name(arm)))
-            places[arm.name.replace("strata=gradient", "strata")] = place
-        _label(axes, places)
+            places[axes].append((arm.name.replace("strata=gradient", "strata"), place))
     factor = quadratic_factor(explained)
     if factor is not None:
         ends = [
@@ -391,16 +393,20 @@ def _explains(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> Figur
         panels[0].plot(ends, line, color="black", lw=0.8, label=label)
         panels[0].legend(fontsize="x-small")
     panels[0].set_title("circles: unbiased rules; squares: weight 1", fontsize="small")
+    for axes in panels:
+        low, high = axes.get_xlim()
+        axes.set_xlim(low, high * (high / low) ** 0.3)  # room for names at the right
+    figure.draw_without_rendering()  # names go where the layout has put the points
+    for axes, of_axes in places.items():
+        _label(axes, of_axes)
     return figure
 
 
-def _label(axes: Axes, places: dict[str, tuple[float, float]]) -> None:
+def _label(axes: Axes, places: Sequence[tuple[str, tuple[float, float]]]) -> None:
     """Names beside their points, each as far down as those it would cover need."""
-    low, high = axes.get_xlim()
-    axes.set_xlim(low, high * (high / low) ** 0.2)  # room for names at the right
     size, line = 6, 8
     taken: list[tuple[float, float, float]] = []
-    for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
+    for name, place in sorted(places, key=lambda item: -item[1][1]):
         left, height = axes.transData.transform(place) * 72 / axes.figure.dpi
         right, at = left + 0.6 * size * len(name), height
         for other_left, other_right, other_at in taken:  # from the top down
@@ -408,9 +414,10 @@ def _label(axes: Axes, places: dict[str, tuple[float, float]]) -> None:
                 at = other_at - line
         taken = sorted([*taken, (left, right, at)], key=lambda box: -box[2])
         offset = (6, at - height)
-        axes.annotate(
+        text = axes.annotate(
             name, place, xytext=offset, textcoords="offset points", fontsize=size, va="center"
         )
+        text.set_in_layout(False)
 
 
 def quadratic_factor(explained: Sequence[tuple[Arm, float, dict[str, float]]]) -> float | None:

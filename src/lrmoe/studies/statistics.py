@@ -110,13 +110,13 @@ def strata_differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
     count; where a run diverged the difference is nan.
 
     Raises:
-        ValueError: as :func:`paired`, for rows whose difference would not be that of the arms.
+        ValueError: if rows do not share what :func:`paired` asks for.
     """
     by_key = {run_of(row).key: row for row in rows}
     found: dict[str, tuple[Run, list[float]]] = {}
     for row in by_key.values():
         run = run_of(row)
-        if run.arm.recalibration.strata == "none":
+        if not run.arm.recalibration.is_stratified:
             continue
         plain = replace(run.arm.recalibration, strata="none")
         partner = by_key.get(replace(run, arm=replace(run.arm, recalibration=plain)).key)

@@ -275,7 +275,8 @@ def name_of(arm: dict[str, Any]) -> str:
     rate = config.to_dict()["rate"]
     if rate == 0:
         return f"{config.placement} C0"
-    strata = " strata" if config.is_stratified else ""
+    strata = {"gradient": " strata"}.get(config.strata, f" {config.strata}")
+    strata = strata if config.is_stratified else ""
     return f"{config.placement} {config.quotas} {config.selection} C{100 * rate:g}{strata}"
 
 
