@@ -57,13 +57,26 @@ def gathered(monkeypatch):
 
 
 @pytest.mark.parametrize("draw", ["backward", "forward"])
-@pytest.mark.parametrize("rows", ["exact", "static"])
+@pytest.mark.parametrize(
+    ("rows", "scope"), [("exact", "local"), ("exact", "global"), ("static", "local")]
+)
+@pytest.mark.parametrize("strata", ["gradient", "neighbors"])
 @pytest.mark.parametrize("rate", [0.0, 0.4, "auto"])
 @pytest.mark.parametrize("save", ["activations", "inputs"])
 @pytest.mark.parametrize("router_grad", ["kept", "completed", "exact"])
-def test_one_rank_waits_for_the_counts_alone(draw, rows, rate, save, router_grad, gathered):
+def test_one_rank_waits_for_the_counts_alone(
+    draw, rows, scope, strata, rate, save, router_grad, gathered
+):
     case = make_case(9, hidden=16, width=16, dtype=torch.float32)
-    config = Recalibration(rate=rate, draw=draw, rows=rows, save=save, router_grad=router_grad)
+    config = Recalibration(
+        rate=rate,
+        draw=draw,
+        rows=rows,
+        scope=scope,
+        strata=strata,
+        save=save,
+        router_grad=router_grad,
+    )
     leaves = [t.requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
     state = LayerState(config)
     with Syncs() as forward:
