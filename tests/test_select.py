@@ -275,6 +275,15 @@ def test_a_sample_by_directions_goes_from_each_pair_to_the_nearest(kinds):
         first += count
 
 
+@pytest.mark.parametrize("experts", [32_767, 32_768, 65_536, 131_072])
+def test_keys_of_many_experts_do_not_overflow(experts):
+    counts = np.zeros(experts, np.int64)
+    counts[[0, experts // 2, -1]] = 2
+    segments = Segments(counts, CPU)
+    key_N = torch.tensor([1 << 15, 0] * 3)
+    assert segments.sort(key_N, 16).tolist() == [1, 0, 3, 2, 5, 4]
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 257, 511, 513, 1000])
 def test_runs_are_few_and_even(count):
     starts, lengths = even_runs(np.array([3, count, 0, 5]), 256)
