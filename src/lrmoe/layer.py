@@ -42,7 +42,7 @@ from lrmoe.pairs import (
     message_order,
     sort_pairs,
 )
-from lrmoe.recalibrate import choose_pairs, completed_router_gradient, measure_noise
+from lrmoe.recalibrate import choose_pairs, code_of, completed_router_gradient, measure_noise
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm
 from lrmoe.select import STRATUM_BITS, Selection
@@ -415,7 +415,7 @@ def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | 
         # Bits beyond those of a text_code would be taken for the expert's.
         return record.text_T.to(record.top_k_index_TK.device) & ((1 << STRATUM_BITS) - 1)
     assert grad_TD is not None
-    return direction(grad_TD)
+    return code_of(direction(grad_TD), config.strata)
 
 
 def _router_gradient(

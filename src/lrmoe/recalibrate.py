@@ -48,7 +48,7 @@ def choose_pairs(
 
     Args:
         grad_norm_sq_T: ``None`` when drawn in the forward pass: the sizes are then ``p |h|``.
-        code_T: int64, what the sample is laid out by (:func:`lrmoe.score.direction` or
+        code_T: int64, what the sample is laid out by (:func:`code_of` or
             :func:`lrmoe.score.text_code`), if by anything.
     """
     plan, config, rank = call.plan, call.config, exchange.rank
@@ -116,11 +116,12 @@ def strata_of(
     code_N: torch.Tensor | None, strata: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``stratum_N`` and ``direction_N`` of :func:`lrmoe.select.select_sampled`."""
-    if code_N is None:
-        return None, None
-    if strata == "neighbors":
-        return None, code_N
-    return gray_place(code_N) if strata == "gradient" else code_N, None
+    return (None, code_N) if strata == "neighbors" else (code_N, None)
+
+
+def code_of(direction_T: torch.Tensor, strata: str) -> torch.Tensor:
+    """What samples by gradient are laid out by, int64 [T]: a token's place, or all of its signs."""
+    return gray_place(direction_T) if strata == "gradient" else direction_T
 
 
 def _choose_at_home(

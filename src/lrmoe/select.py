@@ -27,7 +27,7 @@ _MAX_KEPT = 1 << 22
 _KEY_BITS = 48  # of a sort inside the experts; the expert is above them
 STRATUM_BITS = 16
 _FIRST_SIGNS = 16  # by which pairs are sorted before they are chained
-_CHAIN = 256  # pairs whose order one chain decides
+LONGEST_CHAIN = 256  # pairs whose order one chain decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def select_sampled(
     else:
         first_N = (direction_N >> (64 - _FIRST_SIGNS)) & ((1 << _FIRST_SIGNS) - 1)
         order_N = segments.sort(first_N, _FIRST_SIGNS)
-        start_c, length_c = even_runs(segments.count_e, _CHAIN)
+        start_c, length_c = even_runs(segments.count_e, LONGEST_CHAIN)
         order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
     kept_P, weight_P = sample_pairs(

@@ -25,7 +25,7 @@ from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_
 from lrmoe.planner import Plan, PlanProblem, plan
 from lrmoe.planner.memory import LayerShape
 from lrmoe.planner.problem import Int
-from lrmoe.recalibrate import choose_pairs
+from lrmoe.recalibrate import choose_pairs, code_of
 from lrmoe.report import imbalance
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank
@@ -276,13 +276,11 @@ def _rank_call(
     # The rule multiplies three factors; with two ones its score is the recorded one, bit for bit.
     score_N = torch.from_numpy(mine.score_TK.reshape(-1).copy())[pairs.flat_N]
     ones_N = torch.ones_like(score_N)
-    direction_T = None
+    code_T = None
     if state.config.is_stratified and not made.keeps_all:
         assert mine.direction_T is not None
-        direction_T = torch.from_numpy(mine.direction_T.copy())
-    selection = choose_pairs(
-        ones_N, torch.ones(T), score_N, pairs, call, state, exchange, direction_T
-    )
+        code_T = code_of(torch.from_numpy(mine.direction_T.copy()), state.config.strata)
+    selection = choose_pairs(ones_N, torch.ones(T), score_N, pairs, call, state, exchange, code_T)
     splits = Splits.of(rank, pairs_by_rank(made, made.forward_WV), rows_WW)
     announced = announce_kept(
         selection, torch.ones(T, 1), ones_N, pairs, made, splits, T, state.config.rows, exchange

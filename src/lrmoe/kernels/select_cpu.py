@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-_LONGEST = 256
+_LONGEST = 256  # as select.LONGEST_CHAIN; not imported, since numba's cache would miss a change
 _TAKEN = 1 << 16  # above any place and number of signs
 
 u64 = np.uint64
@@ -29,7 +29,7 @@ def chained(order, starts, lengths, directions, result):
     for c in range(len(starts)):
         first, length = starts[c], lengths[c]
         if length > _LONGEST:
-            raise ValueError("a run is longer than 256")
+            raise ValueError("lengths: a run is longer than 256, which is allowed at most")
         for j in range(length):
             signs[j] = u64(directions[order[first + j]])
             taken[j] = j

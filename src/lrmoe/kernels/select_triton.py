@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lrmoe.select import LONGEST_CHAIN
+
 _LARGEST_BLOCK = 2048
 _WARPS = 8
 _UNIT_BITS = tl.constexpr(40)  # probabilities are whole multiples of 2^-40 (select.ONE)
@@ -20,7 +22,6 @@ _MEAN_SIZE = tl.constexpr(float(1 << 20))
 _MAX_SIZE = tl.constexpr((1 << 40) - 1)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 _NON_FINITE = tl.constexpr(0x7F800000)
-_LONGEST_CHAIN = 256
 _CHAIN_WARPS = 1  # the steps of a chain are short, and many chains fit on a multiprocessor
 
 
@@ -76,7 +77,10 @@ def sample_pairs(
 def chained(
     order_N: torch.Tensor, start_c: torch.Tensor, length_c: torch.Tensor, direction_N: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`lrmoe.select.chained`. One program per run, which stays in registers."""
+    """:func:`lrmoe.select.chained`. One program per run, which stays in registers.
+
+    Reads the order and the signs once, 16 bytes a pair, and writes the order.
+    """
     result_N = torch.empty_like(order_N)
     if len(start_c) and len(order_N):
         _chain[(len(start_c),)](
@@ -85,7 +89,7 @@ def chained(
             length_c,
             direction_N,
             result_N,
-            LONGEST=_LONGEST_CHAIN,
+            LONGEST=LONGEST_CHAIN,
             num_warps=_CHAIN_WARPS,
         )
     return result_N

@@ -83,7 +83,10 @@ def pooled(
     quota = np.array([int(quota_e.sum())])
     stratum_N, direction_N = recalibrate.strata_of(code_N, config.strata)
     if direction_N is not None:
-        raise ValueError("strata='neighbors': of one expert's pairs; allowed here are the others")
+        raise ValueError(
+            "strata='neighbors': goes through the pairs of one expert, and this draw is over all; "
+            "allowed are 'none', 'gradient' and 'text'"
+        )
     if stratum_N is not None:  # by expert first
         stratum_N = ((segments.expert_N << STRATUM_BITS) + stratum_N) // len(count_e)
     return select_sampled(size_N, everything, quota, generator, None, stratum_N)

@@ -273,7 +273,7 @@ def _where(runs: Sequence[Row]) -> Figure:
         change = [a - b for a, b in zip(mine, its, strict=True)]
         changes.setdefault((rule_name(arm), row["rate"]), []).append(change)
     rates = sorted({rate for _, rate in changes if rate in (0.2, 0.5)})
-    figure, panels = _panels(max(len(rates), 1), width=4.6, height=3.4)
+    figure, panels = _panels(max(len(rates), 1), width=4.6, height=4.2)
     for axes, rate in zip(panels, rates, strict=False):
         for (rule, its_rate), values in changes.items():
             if its_rate == rate:
@@ -283,7 +283,10 @@ def _where(runs: Sequence[Row]) -> Figure:
         axes.set_title(f"C{100 * rate:g}, all runs from scratch", fontsize="small")
         axes.set(xlabel="quantile of the tokens' losses, %", ylabel="loss over C0, nats")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    shown = _handles(panels)
+    figure.legend(
+        shown.values(), shown.keys(), fontsize="x-small", loc="outside lower center", ncols=4
+    )
     return figure
 
 
@@ -531,10 +534,7 @@ def _races(races: Sequence[Row]) -> Figure:
         axes.set(xlabel="validation loss", ylabel=f"MoE-layer time over {_PEER} ({_clock(mine)})")
         axes.set_title(f"{name}, two ranks, {_seeds(len({r['seed'] for r in mine}))}")
         axes.grid(alpha=0.3, axis="y")
-    shown: dict[str, Any] = {}
-    for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        shown |= dict(zip(labels, handles, strict=True))
+    shown = _handles(panels)
     arms = [arm for arm in all_arms if arm in shown]
     figure.legend(
         [shown[arm] for arm in arms], arms, fontsize="x-small", loc="outside lower center", ncols=4
@@ -586,6 +586,15 @@ def _race_table(rows_of_race: Sequence[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _handles(panels: Sequence[Axes]) -> dict[str, Any]:
+    """What a legend of all panels shows, by label."""
+    shown: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    return shown
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:

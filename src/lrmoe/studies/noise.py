@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lrmoe.recalibrate import strata_of
+from lrmoe.recalibrate import code_of, strata_of
 from lrmoe.score import direction
 from lrmoe.select import ONE, Segments, inclusion_probabilities, select_sampled
 from lrmoe.studies import rows
@@ -271,8 +271,9 @@ def _norms(
         whole["gate_up"] += float((dz_n2F.T @ x_nD).square().sum())
         dx_TD.index_add_(0, token_n, dx_nD)
     whole["x"] = float(dx_TD.square().sum())
-    direction_N = direction(grad_TD)[token_N]
     whole["router"] = float(torch.cat(own["router"]).sum())
+    codes = {name: code_of(direction(grad_TD), name) for name in ("gradient", "neighbors")}
+    codes["text"] = text_T
     return LayerPairs(
         count_E=count_E.numpy(),
         p_N=p_N,
@@ -281,7 +282,7 @@ def _norms(
         own={group: torch.cat(parts) for group, parts in own.items()},
         whole=whole,
         terms=terms,
-        code_N={"gradient": direction_N, "neighbors": direction_N, "text": text_T[token_N]},
+        code_N={name: code_T[token_N] for name, code_T in codes.items()},
     )
 
 

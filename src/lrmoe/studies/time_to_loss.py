@@ -275,8 +275,9 @@ def name_of(arm: dict[str, Any]) -> str:
     rate = config.to_dict()["rate"]
     if rate == 0:
         return f"{config.placement} C0"
-    strata = {"gradient": " strata"}.get(config.strata, f" {config.strata}")
-    strata = strata if config.is_stratified else ""
+    strata = ""
+    if config.is_stratified:
+        strata = " strata" if config.strata == "gradient" else f" {config.strata}"
     return f"{config.placement} {config.quotas} {config.selection} C{100 * rate:g}{strata}"
 
 
