@@ -11,7 +11,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrmoe.kernels import gated_triton, rows_triton, select_triton
+from lrmoe.kernels import (
+    gated_triton,
+    pairs_triton,
+    rows_triton,
+    score_triton,
+    select_triton,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 # Types of arguments by name; {x} is the dtype of rows, {i} that of row ids.
@@ -31,26 +37,42 @@ TYPES = {
         "gate_up=*{x} row_ids=*{i} grad_h=*{x} coef=*fp32 grad_gate_up=*{x} scaled=*{x} "
         "inner=*fp32 width=i32 BLOCK=1024"
     ),
-    select_triton._sizes: "scores=*fp32 firsts=*i64 counts=*i64 sizes=*fp32 rho=fp32 BLOCK=2048",
+    pairs_triton._count: (
+        "ids=*{i} counts=*i64 num=i32 num_ids=i32 num_blocks=i32 BLOCK=128 KINDS=64"
+    ),
+    pairs_triton._place: (
+        "ids=*{i} counts=*i64 ends=*i64 order=*i64 ordered=*i64 num=i32 num_ids=i32 "
+        "num_blocks=i32 BLOCK=128"
+    ),
+    pairs_triton._pack: (
+        "kept=*i64 weights=*fp32 ps=*fp32 tokens=*i64 rows=*i32 places=*i32 coefs=*fp32 num=i32 "
+        "BLOCK=1024"
+    ),
+    score_triton._lrm: (
+        "ps=*fp32 norms=*fp32 tokens=*i64 h_norms=*fp32 scores=*fp32 num=i32 BLOCK=1024"
+    ),
+    score_triton._signs: "products=*{x} directions=*i64 num=i32 ROWS=16 SIGNS=64",
+    select_triton._whole_keys: "keys=*i64 counts=*i64 wholes=*{i} bits=i32 RUNS=128 BLOCK=2048",
+    select_triton._gray: "directions=*i64 places=*i64 num=i32 BLOCK=1024",
+    select_triton._sizes: "scores=*fp32 counts=*i64 sizes=*fp32 rho=fp32 RUNS=128 BLOCK=2048",
     select_triton._sample: (
-        "sizes=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 orders=*i64 starts=*i64 "
-        "drawn=*i64 kept=*i64 weights=*fp64 BLOCK=2048"
+        "sizes=*fp32 counts=*i64 quotas=*i64 orders=*i64 starts=*i64 drawn=*i64 kept=*i64 "
+        "weights=*fp64 RUNS=128 BLOCK=2048"
     ),
     select_triton._chain: (
         "orders=*i64 starts=*i64 lengths=*i64 directions=*i64 results=*i64 LONGEST=256"
     ),
-    select_triton._top: (
-        "scores=*fp32 firsts=*i64 counts=*i64 quotas=*i64 firsts_kept=*i64 kept=*i64 BLOCK=2048"
-    ),
+    select_triton._top: ("scores=*fp32 counts=*i64 quotas=*i64 kept=*i64 RUNS=128 BLOCK=2048"),
 }
-HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones"}
+HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones", "_before",
+           "_kind"}  # fmt: skip
 
 
 def main() -> None:
     """Compiles all, says so, and fails on the first that does not."""
     kernels = {
         value
-        for module in (rows_triton, gated_triton, select_triton)
+        for module in (rows_triton, gated_triton, pairs_triton, score_triton, select_triton)
         for name, value in inspect.getmembers(module)
         if isinstance(value, triton.JITFunction) and name not in HELPERS
     }

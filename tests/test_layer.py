@@ -220,13 +220,15 @@ def test_three_passes_reuse_scratch_memory_and_give_the_same_bits():
 
 def test_lrm_equals_the_brute_force_norm(monkeypatch):
     scores = []
-    monkeypatch.setattr(layer, "lrm", lambda *args: scores.append(score.lrm(*args)) or scores[-1])
+    monkeypatch.setattr(
+        layer, "pair_lrm", lambda *args: scores.append(score.pair_lrm(*args)) or scores[-1]
+    )
     case = make_case(num_tokens=12, top_k=3)
     case.p[0, 0], case.grad[1] = 0, 0
     run = run_layer(case, Recalibration(rate=0.5, selection="top"))
     exact = oracle.lrm_brute(*case)
     got = torch.empty_like(scores[-1])
-    got[sort_pairs(case.expert).flat_N] = scores[-1]
+    got[sort_pairs(case.expert, len(case.down)).flat_N] = scores[-1]
     torch.testing.assert_close(got.view_as(exact), exact, rtol=1e-10, atol=0)
     assert torch.equal(run.records[0].score, got.view_as(exact).float())
     kept = exact[run.records[0].kept].sum() / exact.sum()

@@ -10,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lrmoe.pairs import arrival_order, count_token_rows, sort_pairs, token_rows
+from lrmoe.pairs import (
+    arrival_order,
+    count_token_rows,
+    counting_sort,
+    sort_pairs,
+    token_rows,
+)
 
 CPU = torch.device("cpu")
 
@@ -18,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_pairs_are_sorted_by_expert_then_token_and_slot(dtype):
     top_k_index_TK = torch.tensor([[3, 0], [0, 2], [3, 2], [2, 0]], dtype=dtype)
-    pairs = sort_pairs(top_k_index_TK)
+    pairs = sort_pairs(top_k_index_TK, 4)
     assert pairs.expert_N.tolist() == [0, 0, 0, 2, 2, 2, 3, 3]
     assert pairs.flat_N.tolist() == [1, 2, 7, 3, 5, 6, 0, 4]
     assert pairs.token_N.tolist() == [0, 1, 3, 1, 2, 3, 0, 2]
@@ -28,15 +34,30 @@ def test_pairs_are_sorted_by_expert_then_token_and_slot(dtype):
 @pytest.mark.parametrize("shape", [(0, 2), (3, 1)])
 def test_pairs_without_tokens_and_with_one_slot(shape):
     top_k_index_TK = torch.arange(shape[0] * shape[1]).view(shape).flip(0)
-    pairs = sort_pairs(top_k_index_TK)
+    pairs = sort_pairs(top_k_index_TK, 4)
     assert pairs.flat_N.tolist() == list(range(shape[0] * shape[1]))[::-1]
     assert pairs.token_N.tolist() == list(range(shape[0]))[::-1]
 
 
-@pytest.mark.parametrize("beyond", [1 << 32, -(1 << 32), (1 << 32) + 1, 1 << 62])
-def test_an_id_beyond_32_bits_does_not_become_a_valid_one(beyond):
-    expert_N = sort_pairs(torch.tensor([[0, beyond]])).expert_N
-    assert (expert_N < 0).any() or (expert_N > 1_000_000).any()
+@pytest.mark.parametrize("beyond", [1 << 32, -(1 << 32), (1 << 32) + 1, 1 << 62, -1, 5, -(1 << 63)])
+def test_ids_of_no_expert_come_first_and_last_and_are_counted_apart(beyond):
+    pairs = sort_pairs(torch.tensor([[0, beyond], [4, 0]]), 5)
+    below, above = int(beyond < 0), int(beyond > 0)
+    assert pairs.expert_N.tolist() == [-1] * below + [0, 0, 4] + [5] * above
+    assert pairs.flat_N.tolist() == [1] * below + [0, 3, 2] + [1] * above
+    assert pairs.count_B.tolist() == [below, 2, 0, 0, 0, 1, above]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("num_ids", [1, 7, 300])
+def test_a_counting_sort_equals_a_stable_sort(dtype, num_ids):
+    ids = np.random.default_rng(num_ids).integers(0, min(num_ids + 2, 120), 500)
+    order_N, sorted_N, count_B = counting_sort(torch.from_numpy(ids).to(dtype), num_ids)
+    clamped = np.minimum(ids, num_ids)
+    want = sorted(range(len(ids)), key=clamped.__getitem__)
+    assert order_N.tolist() == want
+    assert sorted_N.tolist() == clamped[want].tolist()
+    assert count_B.tolist() == [0, *(int((clamped == i).sum()) for i in range(num_ids + 1))]
 
 
 @st.composite

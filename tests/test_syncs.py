@@ -95,3 +95,29 @@ def test_what_waits_is_seen():
     with Syncs() as seen:
         _ = x[x > 0], x.nonzero(), x.sum().item(), x.long().bincount()
     assert len(seen.found) == 4
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators inside that do something: neither views nor empty tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        is_empty = "empty" in function.name() or function.name() == "aten::lift_fresh"
+        if not function.is_view and not is_empty:
+            self.found.append(function.name())
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(("strata", "most"), [("gradient", 37), ("neighbors", 39)])
+def test_a_backward_pass_dispatches_few_operators(strata, most):
+    """A card waits for a host that launches many small kernels; ``docs/gpu.md`` has the number."""
+    case = make_case(40, hidden=16, width=16, dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
+    state = LayerState(Recalibration(rate=0.2, strata=strata))
+    output = experts(leaves[0], case.expert, *leaves[1:], state=state)
+    with Launches() as backward:
+        output.backward(case.grad)
+    assert 0 < len(backward.found) <= most, backward.found

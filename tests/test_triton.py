@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from lrmoe import select
-from lrmoe.kernels import gated, gated_triton, grouped_gemm, rows, rows_triton, select_triton
+from lrmoe import dispatch, pairs, score, select
+from lrmoe.kernels import (
+    gated,
+    gated_triton,
+    grouped_gemm,
+    pairs_triton,
+    rows,
+    rows_triton,
+    score_triton,
+    select_triton,
+)
 from tests.errors import relative_error
 
 HAS_CUDA = torch.cuda.is_available()
@@ -182,6 +191,70 @@ def test_swiglu_hides_no_non_finite_value():
     assert not norm_sq.isfinite().any()
 
 
+# ---- pairs and scores --------------------------------------------------------------------------
+
+SORTED = {
+    "experts": (np.random.default_rng(0).integers(0, 128, 1000), 128),
+    "of no expert too": (np.random.default_rng(1).integers(-3, 8, 300), 5),
+    "all the same": (np.full(257, 2), 3),
+    "one": (np.array([0]), 1),
+    "none": (np.array([], np.int64), 4),
+}
+
+
+@pytest.mark.parametrize("case", SORTED.values(), ids=SORTED)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_a_counting_sort_equals_the_reference(case, dtype):
+    ids, num_ids = torch.from_numpy(case[0]).to(dtype), case[1]
+    want = pairs.counting_sort(ids, num_ids)
+    for got, each in zip(pairs_triton.counting_sort(ids.to(DEVICE), num_ids), want, strict=True):
+        assert got.dtype == each.dtype
+        assert torch.equal(got.cpu(), each)
+
+
+def test_a_counting_sort_takes_ids_beyond_32_bits():
+    ids = torch.tensor([1 << 62, 0, -(1 << 63), (1 << 32) + 1, 1])
+    got = pairs_triton.counting_sort(ids.to(DEVICE), 2)
+    assert [each.tolist() for each in got] == [[2, 1, 4, 0, 3], [-1, 0, 1, 2, 2], [1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_kept", [0, 1, 1500])
+def test_kept_pairs_are_packed(dtype, num_kept):
+    kept_P = torch.randperm(2000, device=DEVICE)[:num_kept].sort().values
+    token_N = torch.randint(0, 50, (2000,), device=DEVICE)
+    weight_P, p_N = _tensor(num_kept), _tensor(2000, dtype=dtype)
+    got = pairs_triton.pack_kept(kept_P, weight_P, p_N, token_N)
+    want = dispatch.pack_kept(kept_P.cpu(), weight_P.cpu(), p_N.cpu(), token_N.cpu())
+    for ours, each in zip(got, want, strict=True):
+        assert ours.dtype == each.dtype
+        assert torch.equal(ours.cpu(), each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num", [0, 1, 1500])
+def test_scores_equal_the_reference(dtype, num):
+    norm_T = _tensor(60, dtype=dtype).square()
+    norm_T[3], norm_T[4] = INF, NAN
+    token_N = torch.randint(0, 60, (num,), device=DEVICE)
+    p_N, h_N = _tensor(num, dtype=dtype), _tensor(num, dtype=dtype).square()
+    got = score_triton.pair_lrm(p_N, norm_T, token_N, h_N)
+    want = score.pair_lrm(*(each.cpu() for each in (p_N, norm_T, token_N, h_N)))
+    torch.testing.assert_close(got.cpu(), want, equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num", [0, 1, 37])
+def test_signs_equal_the_reference(dtype, num):
+    product_TB = _tensor(num, 64, dtype=dtype)
+    if num > 3:
+        product_TB[0], product_TB[1], product_TB[2], product_TB[3] = 1, -1, 0, NAN
+    got_T = score_triton.pack_signs(product_TB)
+    assert torch.equal(got_T.cpu(), score.pack_signs(product_TB.cpu()))
+    places_T = select_triton.gray_place(got_T).cpu()
+    assert torch.equal(places_T, select.gray_place(got_T.cpu()))
+
+
 # ---- selection ---------------------------------------------------------------------------------
 
 
@@ -239,6 +312,17 @@ def test_a_sample_equals_the_reference(kind, seed, rho):
     assert (weight_P >= 1).all()
 
 
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("bits", [1, 16, 48])
+@pytest.mark.parametrize("counts", [[0, 7, 1, 33, 90, 0], [5], [0], [3] * 70])
+def test_an_order_equals_the_reference(bits, counts):
+    count_e = torch.tensor(counts)
+    key_N = torch.randint(0, 1 << bits, (sum(counts),), device=DEVICE)
+    key_N[:: max(len(key_N) // 2, 1)] = (1 << bits) - 1
+    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), bits)
+    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, bits))
+
+
 @pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
 def test_a_chain_equals_the_reference(kinds):
     """Of directions of which many are equal or none is; runs of every kind of length."""
@@ -278,7 +362,14 @@ def test_operators_pass_opcheck():
     start_e = torch.randint(0, select.ONE, (3,), device=DEVICE)
     scores, gate_up, one = _tensor(8).abs(), _tensor(4, 16), torch.ones(4, device=DEVICE)
     ids = _ids([0, 3, 3, 1])
+    kept_P, p_N, token_N = _ids([1, 6, 7]), _tensor(8), _ids([0, 1, 1, 0, 2, 0, 1, 2])
     calls = [
+        (pairs.counting_sort, (ids, 4)),
+        (dispatch.pack_kept, (kept_P, _tensor(3), p_N, token_N)),
+        (score.pair_lrm, (p_N, _tensor(3), token_N, scores)),
+        (score.pack_signs, (_tensor(5, 64),)),
+        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 16)),
+        (select.gray_place, (torch.randint_like(order_N, 1 << 40),)),
         (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
         (rows.sum_rows, (_tensor(4, 8), ids, 5)),
         (rows.row_norm_sq, (_tensor(5, 8),)),
@@ -304,4 +395,4 @@ def test_every_kernel_compiles_for_a_card():
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("compiled") >= 20
+    assert done.stdout.count("compiled") >= 32

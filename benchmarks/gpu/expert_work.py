@@ -169,7 +169,7 @@ def rank_work(routing: Routing, made: Plan, rank: int, buffers: Buffers) -> Rank
     the counts are the layer's, while which rank's pairs they are may differ.
     """
     device, e = buffers.x_UD.device, len(buffers.home.down_eDF)
-    pairs = sort_pairs(routing.expert_NK)
+    pairs = sort_pairs(routing.expert_NK, len(made.quota_E))
     instance_N = _instances(made)
     here_V = np.flatnonzero(made.instance_rank_V == rank)
     mine = torch.from_numpy(np.flatnonzero(made.instance_rank_V[instance_N] == rank))

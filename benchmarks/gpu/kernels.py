@@ -87,7 +87,7 @@ def row_kernels(problem: Problem) -> list[Kernel]:
     T, N, D, F = size.tokens, size.num_pairs, size.hidden, size.ffn
     x_TD, grad_TD = problem.x_TD.detach(), problem.grad_TD
     b = x_TD.element_size()
-    token_N = sort_pairs(problem.expert_TK).token_N.to(torch.int32)
+    token_N = sort_pairs(problem.expert_TK, problem.size.experts).token_N.to(torch.int32)
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int, dtype: torch.dtype = x_TD.dtype) -> torch.Tensor:
@@ -161,7 +161,7 @@ def products(problem: Problem) -> list[Kernel]:
 def selection(problem: Problem) -> list[Kernel]:
     """What decides which pairs are kept, stage by stage."""
     size, device = problem.size, problem.x_TD.device
-    pairs = sort_pairs(problem.expert_TK)
+    pairs = sort_pairs(problem.expert_TK, problem.size.experts)
     counts_E = torch.bincount(pairs.expert_N, minlength=size.experts).cpu().numpy()
     quota_E = np.ceil((1 - _RATE) * counts_E).astype(np.int64)
     segments = Segments(counts_E, device)
@@ -171,7 +171,7 @@ def selection(problem: Problem) -> list[Kernel]:
     code_N = direction(problem.grad_TD)[pairs.token_N]
     runs: dict[str, Callable[[], Any]] = {
         "direction": lambda: direction(problem.grad_TD),
-        "sort_pairs": lambda: sort_pairs(problem.expert_TK),
+        "sort_pairs": lambda: sort_pairs(problem.expert_TK, problem.size.experts),
         "Segments": lambda: Segments(counts_E, device),
         "sampling_sizes": lambda: sampling_sizes(score_N, segments, 0.1),
         "select_sampled": lambda: select_sampled(size_N, segments, quota_E, generator),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lrmoe.exchange import Exchange, as_list
+from lrmoe.kernels.ops import define
 from lrmoe.kernels.rows import gather_rows, sum_rows
 from lrmoe.pairs import (
     ArrivalOrder,
@@ -21,6 +22,7 @@ from lrmoe.pairs import (
     arrival_order,
     count,
     count_token_rows,
+    counting_sort,
     forward_instances,
     message_order,
     token_rows,
@@ -223,7 +225,7 @@ def announce_kept(
         instance_M = pairs.expert_N[kept_P]
     else:
         instance_P = forward_N[kept_P] if selection.instance_P is None else selection.instance_P
-        pair_M = torch.sort(instance_P, stable=True).indices
+        pair_M = counting_sort(instance_P, len(plan.instance_rank_V))[0]
         kept_M, instance_M = kept_P[pair_M], instance_P[pair_M]
         rank_M = upload(plan.instance_rank_V, device)[instance_M]
         if selection.instance_P is not None:
@@ -291,21 +293,36 @@ def _kept_here(
 ) -> Announced:
     """Of one rank, whose tokens are the rows: nothing travels."""
     assert plan.is_home_only
-    kept_P, kept_WV = selection.kept_P, plan.quota_E[None]
-    all_rows = forward_splits.send_rows_W
+    kept_WV, all_rows = plan.quota_E[None], forward_splits.send_rows_W
+    row_P, place_P, coef_P = pack_kept(selection.kept_P, selection.weight_P, p_N, pairs.token_N)
     return Announced(
         token_U=None,
         pair_M=None,
-        row_P=pairs.token_N[kept_P].to(torch.int32),
-        forward_P=kept_P.to(torch.int32),
-        coef_P=p_N[kept_P] * selection.weight_P,
+        row_P=row_P,
+        forward_P=place_P,
+        coef_P=coef_P,
         splits=_splits(0, pairs_by_rank(plan, kept_WV), all_rows, all_rows),
         kept_WV=kept_WV,
         num_moved=0,
         moved_x_UD=None,
         moved_row_P=None,
-        rows_slack=kept_P.new_zeros(()),
+        rows_slack=row_P.new_zeros((), dtype=torch.int64),
     )
+
+
+@define(
+    "pairs_triton",
+    fake=lambda kept_P, weight_P, p_N, token_N: (
+        *(kept_P.new_empty(kept_P.shape, dtype=torch.int32) for _ in range(2)),
+        p_N.new_empty(kept_P.shape),
+    ),
+)
+def pack_kept(
+    kept_P: torch.Tensor, weight_P: torch.Tensor, p_N: torch.Tensor, token_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The token of each kept pair and its place among all, int32 [P], and its coefficient."""
+    row_P, place_P = token_N[kept_P].to(torch.int32), kept_P.to(torch.int32)
+    return row_P, place_P, p_N[kept_P] * weight_P
 
 
 def rows_to_others(rows_W: Any, rank: int) -> Any:

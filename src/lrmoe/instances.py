@@ -92,12 +92,14 @@ def kept_pairs(
     """
     order = announced.order(plan, exchange.rank)
     rows = groups(order, announced.kept_WV, plan, exchange)
-    in_order_P = _arange(announced.row_P)
     num_rows = int(announced.splits.receive_rows_W.sum())
+    gate_up_row_P: torch.Tensor | None = None  # in their own order
     if row_R is None:
-        x_row_P, gate_up_row_P = announced.row_P, in_order_P
+        x_row_P = announced.row_P
     elif announced.moved_x_UD is None:
-        x_row_P = row_R.index_select(0, announced.forward_P)
+        # With one rank the tokens are the rows, in both passes.
+        is_same = exchange.keeps_rows
+        x_row_P = announced.row_P if is_same else row_R.index_select(0, announced.forward_P)
         gate_up_row_P = announced.forward_P
     else:
         assert announced.moved_row_P is not None
@@ -109,7 +111,7 @@ def kept_pairs(
         x_row_P = x_row_P.index_copy(0, moved_M, moved_row_M + len(x_UD))
         source_U = x_row_P.new_zeros(num_rows).index_copy_(0, announced.row_P.long(), x_row_P)
         x_UD = _from_both(x_UD, announced.moved_x_UD, source_U)
-        x_row_P, gate_up_row_P = announced.row_P, in_order_P
+        x_row_P = announced.row_P
         if gate_up_R2F is not None:
             moved = compute.Groups(
                 offsets_e=_count_through(moved_M, rows.offsets_e),
@@ -123,7 +125,11 @@ def kept_pairs(
     kept = compute.KeptPairs(
         row_P=announced.row_P,
         x_row_P=x_row_P,
-        gate_up_row_P=in_order_P if gate_up_R2F is None else gate_up_row_P,
+        gate_up_row_P=(
+            _arange(announced.row_P)
+            if gate_up_R2F is None or gate_up_row_P is None
+            else gate_up_row_P
+        ),
         coef_P=announced.coef_P,
         groups=rows,
     )

@@ -44,7 +44,7 @@ from lrmoe.pairs import (
 )
 from lrmoe.recalibrate import choose_pairs, code_of, completed_router_gradient, measure_noise
 from lrmoe.report import Span
-from lrmoe.score import direction, lrm
+from lrmoe.score import direction, lrm, pair_lrm
 from lrmoe.select import STRATUM_BITS, Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
 
@@ -129,7 +129,7 @@ def experts(
         for t in (hidden_states, top_k_weights, gate_up_proj, down_proj)
     ]
     is_differentiable = any(needs_grad)
-    pairs = sort_pairs(top_k_index)
+    pairs = sort_pairs(top_k_index, gate_up_proj.shape[0] * exchange.num_ranks)
     record = state.begin_call(
         exchange,
         top_k_index,
@@ -261,8 +261,10 @@ class _RecalibratedExperts(torch.autograd.Function):
         x_UD: torch.Tensor = arrived.x_UD
         if config.draw == "forward":
             if record.selection is None:
+                # Of the LRM what is known here.
+                known_N = lrm(p_N, torch.ones_like(p_N), h_norm_sq_N)
                 record.selection = choose_pairs(
-                    p_N, None, h_norm_sq_N, pairs, record, state, exchange, _strata(record, None)
+                    p_N, known_N, None, pairs, record, state, exchange, _strata(record, None)
                 )
             announced = dispatch.announce_kept(
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
@@ -317,9 +319,10 @@ class _RecalibratedExperts(torch.autograd.Function):
         config, plan, T = record.config, record.plan, grad_TD.shape[0]
         span = Span(grad_TD.device, exchange.num_ranks, is_timed=state.is_timed)
         home = compute.Weights(gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"])
-        pairs = sort_pairs(saved["top_k_index_TK"])
+        pairs = sort_pairs(saved["top_k_index_TK"], len(plan.quota_E))
         p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]
         grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
+        lrm_N = pair_lrm(p_N, grad_norm_sq_T, pairs.token_N, saved["h_norm_sq_N"])
 
         if "row_P" in saved:  # drawn in the forward pass
             assert record.selection is not None
@@ -329,8 +332,8 @@ class _RecalibratedExperts(torch.autograd.Function):
         else:
             selection = choose_pairs(
                 p_N,
+                lrm_N,
                 grad_norm_sq_T,
-                saved["h_norm_sq_N"],
                 pairs,
                 record,
                 state,
@@ -376,7 +379,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
         grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
-        lrm_N = lrm(p_N, grad_norm_sq_T[pairs.token_N], saved["h_norm_sq_N"])
         state.tally.add(nonfinite_tokens=is_bad_T.sum())
         if config.is_auto:
             noise_B = measure_noise(p_N, lrm_N, saved["h_norm_sq_N"], record, exchange.rank)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lrmoe.kernels.ops import define
 from lrmoe.planner.problem import Int, Plan
 from lrmoe.select import blocks, spread
 from lrmoe.upload import upload
@@ -31,20 +32,48 @@ class PairTable:
 
     flat_N: torch.Tensor  # int64 position of the pair in the flattened [T, K]
     token_N: torch.Tensor  # int64
-    expert_N: torch.Tensor  # int64
+    expert_N: torch.Tensor  # int64; -1 for an id below those of the experts, E for one above
+    count_B: torch.Tensor  # int64 [E + 2], pairs by ``expert + 1``
 
 
-def sort_pairs(top_k_index_TK: torch.Tensor) -> PairTable:
-    """The pairs of a routing result, sorted by expert."""
-    flat_ids = top_k_index_TK.reshape(-1)
-    if flat_ids.dtype == torch.int64:  # an id beyond int32 must stay an invalid one
-        flat_ids = flat_ids.clamp(-1, (1 << 31) - 1)
-    sorted_ids = torch.sort(flat_ids.to(torch.int32), stable=True)
+def sort_pairs(top_k_index_TK: torch.Tensor, num_experts: int) -> PairTable:
+    """The pairs of a routing result, sorted by expert; first and last those of no expert."""
+    flat_N, expert_N, count_B = counting_sort(top_k_index_TK.reshape(-1), num_experts)
     return PairTable(
-        flat_N=sorted_ids.indices,
-        token_N=sorted_ids.indices // max(top_k_index_TK.shape[1], 1),
-        expert_N=sorted_ids.values.long(),
+        flat_N=flat_N,
+        token_N=flat_N // max(top_k_index_TK.shape[1], 1),
+        expert_N=expert_N,
+        count_B=count_B,
     )
+
+
+def _fake_sort(
+    ids_N: torch.Tensor, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    order_N, sorted_N = (ids_N.new_empty(ids_N.shape, dtype=torch.int64) for _ in range(2))
+    return order_N, sorted_N, order_N.new_empty(num_ids + 2)
+
+
+@define("pairs_triton", fake=_fake_sort)
+def counting_sort(
+    ids_N: torch.Tensor, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions in ascending order of the ids, stable; the ids in that order; how many of each.
+
+    Ids below 0 count as -1, those from ``num_ids`` on as ``num_ids``.
+
+    Args:
+        ids_N: of any integer dtype.
+
+    Returns:
+        int64 [N], int64 [N], and int64 ``[num_ids + 2]``, by ``id + 1``.
+    """
+    if ids_N.dtype != torch.int64:  # others may have no -1 or no num_ids
+        ids_N = ids_N.to(torch.int32)
+    # Clamped before the cast: an id beyond int32 must not become another one.
+    found = torch.sort(ids_N.clamp(-1, num_ids).to(torch.int32), stable=True)
+    count_B = torch.bincount(found.values + 1, minlength=num_ids + 2)
+    return found.indices, found.values.long(), count_B
 
 
 def count(ids_N: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -85,7 +114,7 @@ def message_order(
     plan: Plan, instance_N: torch.Tensor | None, pairs_V: Int, device: torch.device
 ) -> MessageOrder:
     """The order of sending for pairs with these instances, ``pairs_V`` of each (host)."""
-    pair_M = None if instance_N is None else torch.sort(instance_N, stable=True).indices
+    pair_M = None if instance_N is None else counting_sort(instance_N, len(plan.instance_rank_V))[0]
     if len(plan.forward_WV) == 1:
         rank_M = torch.zeros(int(pairs_V.sum()), dtype=torch.int64, device=device)
     else:

@@ -14,7 +14,7 @@ import torch
 from lrmoe.auto import RATES
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange, as_list
-from lrmoe.pairs import PairTable, arrival_order, forward_instances
+from lrmoe.pairs import PairTable, arrival_order, counting_sort, forward_instances
 from lrmoe.planner.problem import Float, Int, Plan
 from lrmoe.planner.quotas import rate_quotas
 from lrmoe.reroute import reroute
@@ -36,8 +36,8 @@ from lrmoe.upload import upload
 
 def choose_pairs(
     p_N: torch.Tensor,
+    lrm_N: torch.Tensor,
     grad_norm_sq_T: torch.Tensor | None,
-    h_norm_sq_N: torch.Tensor,
     pairs: PairTable,
     call: CallRecord,
     state: LayerState,
@@ -47,7 +47,8 @@ def choose_pairs(
     """The kept pairs of this rank, within the plan's quotas.
 
     Args:
-        grad_norm_sq_T: ``None`` when drawn in the forward pass: the sizes are then ``p |h|``.
+        lrm_N: in the forward pass without what is not known yet: ``p^2 |h|^2``.
+        grad_norm_sq_T: ``None`` in the forward pass.
         code_T: int64, what the sample is laid out by (:func:`code_of` or
             :func:`lrmoe.score.text_code`), if by anything.
     """
@@ -55,15 +56,15 @@ def choose_pairs(
     if plan.keeps_all and plan.backward_is_forward:
         return keep_everything(p_N.shape[0], p_N)
     generator = state.generator("select", exchange, call, p_N.device)
-    grad_norm_sq_N = (
-        torch.ones_like(p_N) if grad_norm_sq_T is None else grad_norm_sq_T[pairs.token_N]
-    )
-    loss_N = None
+    loss_N = grad_norm_sq_N = None
+    if config.selection in ("gradient", "weighted_gradient"):
+        assert grad_norm_sq_T is not None
+        grad_norm_sq_N = grad_norm_sq_T[pairs.token_N]
     if config.selection == "token_loss":
         assert grad_norm_sq_T is not None
         loss_T = current_token_losses(grad_norm_sq_T.shape[0])
         loss_N = loss_T.to(p_N.device, p_N.dtype)[pairs.token_N]
-    score_N = control_score(config.selection, p_N, grad_norm_sq_N, h_norm_sq_N, loss_N, generator)
+    score_N = control_score(config.selection, p_N, lrm_N, grad_norm_sq_N, loss_N, generator)
     code_N = None if code_T is None else code_T[pairs.token_N]
     if plan.quota_WE is None:
         return _choose_at_home(score_N, code_N, call, exchange, generator)
@@ -71,7 +72,7 @@ def choose_pairs(
     forward_N = forward_instances(plan, plan.forward_WV[rank], p_N.device)
     if forward_N is not None and plan.draws_in_place:
         # Drawn from the pairs at each instance, so that none moves.
-        pair_M = torch.sort(forward_N, stable=True).indices
+        pair_M = counting_sort(forward_N, len(plan.instance_rank_V))[0]
         chosen = _select(
             score_N[pair_M],
             plan.forward_WV[rank],

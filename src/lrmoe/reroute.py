@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from lrmoe.pairs import count
+from lrmoe.pairs import count, counting_sort
 
 
 def reroute(
@@ -32,13 +32,11 @@ def reroute(
         instance_expert_V: the expert of each instance, int64.
     """
     V = capacity_V.shape[0]
-    wanted_V = count(instance_P, V)
-    order_P = torch.sort(instance_P, stable=True).indices
+    order_P, sorted_P, count_B = counting_sort(instance_P, V)
+    wanted_V = count_B[1:-1]
     starts_V = wanted_V.cumsum(0) - wanted_V
     place_P = torch.empty_like(instance_P)
-    place_P[order_P] = (
-        torch.arange(len(order_P), device=order_P.device) - starts_V[instance_P[order_P]]
-    )
+    place_P[order_P] = torch.arange(len(order_P), device=order_P.device) - starts_V[sorted_P]
     moved_M = (place_P >= capacity_V[instance_P]).nonzero().squeeze(1)
     if moved_M.shape[0] == 0:
         return instance_P

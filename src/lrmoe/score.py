@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from lrmoe.kernels.ops import define
 from lrmoe.select import STRATUM_BITS
 from lrmoe.upload import upload
 
@@ -26,27 +27,40 @@ def lrm(p_N: torch.Tensor, grad_norm_sq_N: torch.Tensor, h_norm_sq_N: torch.Tens
     return p_N.square() * grad_norm_sq_N * h_norm_sq_N
 
 
+@define(
+    "score_triton", fake=lambda p_N, grad_norm_sq_T, token_N, h_norm_sq_N: torch.empty_like(p_N)
+)
+def pair_lrm(
+    p_N: torch.Tensor,
+    grad_norm_sq_T: torch.Tensor,
+    token_N: torch.Tensor,
+    h_norm_sq_N: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`lrm` of pairs whose tokens' ``|G|^2`` are given by token; one dtype."""
+    return lrm(p_N, grad_norm_sq_T[token_N], h_norm_sq_N)
+
+
 def control_score(
     rule: str,
     p_N: torch.Tensor,
-    grad_norm_sq_N: torch.Tensor,
-    h_norm_sq_N: torch.Tensor,
+    lrm_N: torch.Tensor,
+    grad_norm_sq_N: torch.Tensor | None,
     token_loss_N: torch.Tensor | None,
     generator: torch.Generator,
 ) -> torch.Tensor:
     """What the rule ranks pairs by, higher is kept; ``sampled`` draws by the LRM too."""
     if rule in ("top", "sampled"):
-        return lrm(p_N, grad_norm_sq_N, h_norm_sq_N)
+        return lrm_N
     if rule == "random":
         return torch.rand(p_N.shape, generator=generator, device=p_N.device, dtype=torch.float32)
     if rule == "random_unbiased":
         return torch.zeros_like(p_N)
-    if rule == "gradient":
-        return grad_norm_sq_N.sqrt()
-    if rule == "weighted_gradient":
-        return p_N.abs() * grad_norm_sq_N.sqrt()
     if rule == "router":
         return p_N.abs()
+    if rule in ("gradient", "weighted_gradient"):
+        assert grad_norm_sq_N is not None
+        size_N = grad_norm_sq_N.sqrt()
+        return size_N if rule == "gradient" else p_N.abs() * size_N
     assert rule == "token_loss", rule
     assert token_loss_N is not None
     return token_loss_N
@@ -58,9 +72,17 @@ def direction(grad_TD: torch.Tensor) -> torch.Tensor:
     Two rows at an angle differ in a sign with probability angle / pi (Charikar 2002). The first
     sign is the highest bit. Lengths do not matter.
     """
-    sign_TB = (grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)) > 0
-    bit_T88 = sign_TB.view(torch.uint8).view(-1, 8, 8)
-    shift_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=grad_TD.device)
+    return pack_signs(grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device))
+
+
+@define(
+    "score_triton",
+    fake=lambda product_TB: product_TB.new_empty(len(product_TB), dtype=torch.int64),
+)
+def pack_signs(product_TB: torch.Tensor) -> torch.Tensor:
+    """Which of a row's 64 numbers are positive, the first as the highest bit: int64 [T]."""
+    bit_T88 = (product_TB > 0).view(torch.uint8).view(-1, 8, 8)
+    shift_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=product_TB.device)
     byte_T8 = (bit_T88 << shift_8).sum(2, dtype=torch.uint8)
     return byte_T8.flip(1).view(torch.int64).squeeze(1)  # the lowest byte is the first in memory
 

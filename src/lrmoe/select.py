@@ -125,10 +125,10 @@ def select_sampled(
     _check_quota(quota_e)
     device = size_N.device
     if direction_N is None:
-        order_N = _random_order(segments, generator, stratum_N)
+        order_N = _order(segments, generator, stratum_N)
     else:
         first_N = (direction_N >> (64 - _FIRST_SIGNS)) & ((1 << _FIRST_SIGNS) - 1)
-        order_N = segments.sort(first_N, _FIRST_SIGNS)
+        order_N = order_runs(first_N, segments.device_count_e, _FIRST_SIGNS)
         start_c, length_c = even_runs(segments.count_e, LONGEST_CHAIN)
         order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
     start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
@@ -145,16 +145,16 @@ def select_sampled(
     return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
 
 
-def _random_order(
+def _order(
     segments: Segments, generator: torch.Generator, stratum_N: torch.Tensor | None
 ) -> torch.Tensor:
-    """In each expert by stratum, and at random inside one."""
-    bits, device = _KEY_BITS, segments.device_count_e.device
+    """In each expert at random, or by stratum and inside one as the pairs come."""
+    count_e = segments.device_count_e
     if stratum_N is not None:
-        bits -= STRATUM_BITS
+        return order_runs(stratum_N, count_e, STRATUM_BITS)
     shape = (int(segments.count_e.sum()),)
-    key_N = torch.randint(0, 1 << bits, shape, generator=generator, device=device)
-    return segments.sort(key_N if stratum_N is None else key_N | (stratum_N << bits))
+    key_N = torch.randint(0, 1 << _KEY_BITS, shape, generator=generator, device=count_e.device)
+    return order_runs(key_N, count_e, _KEY_BITS)
 
 
 def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> torch.Tensor:
@@ -163,19 +163,6 @@ def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> tor
     A non-finite score counts as the largest float32: its pair is all but certainly kept.
     """
     return relative_sizes(score_N, segments.device_count_e, rho)
-
-
-def gray_place(direction_N: torch.Tensor) -> torch.Tensor:
-    """Where the first signs of a direction are in the order of a Gray code: a stratum, int64.
-
-    Those that agree in the first n signs are within ``2^(STRATUM_BITS - n)`` of each other.
-    """
-    place_N = (direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1)
-    shift = 1
-    while shift < STRATUM_BITS:  # each bit becomes the parity of itself and those above
-        place_N = place_N ^ (place_N >> shift)
-        shift *= 2
-    return place_N
 
 
 def even_runs(count_e: Int, longest: int) -> tuple[Int, Int]:
@@ -189,6 +176,33 @@ def even_runs(count_e: Int, longest: int) -> tuple[Int, Int]:
 
 
 # ---- operators: here for every device, in kernels/select_triton.py for CUDA ----------------------
+
+
+@define(
+    "select_triton",
+    fake=lambda key_N, count_e, bits: torch.empty_like(key_N, dtype=torch.int64),
+)
+def order_runs(key_N: torch.Tensor, count_e: torch.Tensor, bits: int) -> torch.Tensor:
+    """Positions that order every run of ``count`` pairs by ascending key, stable: int64 [N].
+
+    Args:
+        key_N: int64, ``0 <= key < 2^bits``; with the bits of the number of runs less than 64.
+    """
+    return Segments(count_e.cpu().numpy(), count_e.device).sort(key_N, bits)
+
+
+@define("select_triton", fake=torch.empty_like)
+def gray_place(direction_N: torch.Tensor) -> torch.Tensor:
+    """Where the first signs of a direction are in the order of a Gray code: a stratum, int64.
+
+    Those that agree in the first n signs are within ``2^(STRATUM_BITS - n)`` of each other.
+    """
+    place_N = (direction_N >> (64 - STRATUM_BITS)) & ((1 << STRATUM_BITS) - 1)
+    shift = 1
+    while shift < STRATUM_BITS:  # each bit becomes the parity of itself and those above
+        place_N = place_N ^ (place_N >> shift)
+        shift *= 2
+    return place_N
 
 
 @define(

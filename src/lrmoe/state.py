@@ -23,7 +23,7 @@ import torch
 from lrmoe.auto import NUM_SUMS, NoiseMeter, choose_rate
 from lrmoe.config import Recalibration
 from lrmoe.exchange import Exchange
-from lrmoe.pairs import PairTable, count, count_token_rows, forward_instances, message_order
+from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
 from lrmoe.planner import Budgets, Costs, MemoryCosts, Plan, PlanProblem, plan
 from lrmoe.planner.costs import link_costs
 from lrmoe.planner.memory import LayerShape, even_share, memory_costs, saved_costs
@@ -446,17 +446,21 @@ def _gather_counts(
     [W, B], measured in earlier calls.
     """
     W, device = exchange.num_ranks, top_k_index_TK.device
-    is_outside_N = (pairs.expert_N < 0) | (pairs.expert_N >= num_experts)
-    expert_N = pairs.expert_N.clamp(0, num_experts - 1)
-    home_N = expert_N // (num_experts // W)
+    home_N = pairs.expert_N
+    if not exchange.keeps_rows:
+        home_N = home_N.clamp(0, num_experts - 1) // (num_experts // W)
     _, rows_W = count_token_rows(
         pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
     )
-    num_outside = is_outside_N.sum()[None]
     said = upload(np.array([*held, _node(), needs], np.int64), device)
-    counts_E = count(expert_N, num_experts)
-    gathered = exchange.all_gather_counts(torch.cat([counts_E, rows_W, *noise, num_outside, said]))
-    outside_W, needs_W = gathered[:, -6], gathered[:, -1]
+    # Ids of no expert, below and above, come first and last of the counts.
+    below_E_above = pairs.count_B
+    gathered = exchange.all_gather_counts(torch.cat([below_E_above, rows_W, *noise, said]))
+    counts_WE, outside_W = (
+        gathered[:, 1 : 1 + num_experts],
+        gathered[:, 0] + gathered[:, num_experts + 1],
+    )
+    needs_W = gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
             "the arguments of another rank were refused, whose message says why; ranks: "
@@ -473,9 +477,9 @@ def _gather_counts(
             f"hidden_states, 4 for top_k_weights, 8 for gate_up_proj, 16 for down_proj: "
             f"{needs_W.tolist()}); all ranks must do the same"
         )
-    rows_WW = gathered[:, num_experts : num_experts + W]
-    noise_WB = gathered[:, num_experts + W : -6]
-    return gathered[:, :num_experts], rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
+    first = num_experts + 2
+    rows_WW, noise_WB = gathered[:, first : first + W], gathered[:, first + W : -5]
+    return counts_WE, rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
 
 
 def _is_hooked() -> bool:
@@ -505,7 +509,7 @@ def _gather_rows(
 
 def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor, state: LayerState | None) -> None:
     """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
-    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 6
+    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 7
     size += 0 if state is None else state.num_noise
     exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 

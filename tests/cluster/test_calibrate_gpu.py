@@ -20,7 +20,7 @@ STAGES = {
     "sort_pairs": 0.02,
     "announce_kept": 0.03,
     "direction": 0.01,
-    "lrm": 0.01,
+    "pair_lrm": 0.01,
     "choose_pairs": 0.02,
 }
 PAIRS = 8192 * 8

@@ -185,7 +185,7 @@ def test_directions_reach_the_draw_beside_their_own_pairs(run, strata, monkeypat
     trace, found = read_trace(directory / f"{config}.parquet"), []
     for calls, replay in of_calls(trace):
         for rank, (pairs, made) in enumerate(zip(calls, replay.kept_W, strict=True)):
-            table = sort_pairs(torch.from_numpy(pairs.expert_TK.astype(np.int64)))
+            table = sort_pairs(torch.from_numpy(pairs.expert_TK.astype(np.int64)), E)
             pairs_V = replay.plan.forward_WV[rank]
             instance_N = forward_instances(replay.plan, pairs_V, torch.device("cpu"))
             if instance_N is None:

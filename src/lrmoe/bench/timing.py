@@ -32,7 +32,7 @@ _LOCAL_STAGES = {
         (layer, "sort_pairs"),
         (layer, "row_norm_sq"),
         (layer, "direction"),
-        (layer, "lrm"),
+        (layer, "pair_lrm"),
         (layer, "choose_pairs"),
         (dispatch, "announce_kept"),
         (dispatch, "send_rows"),

@@ -249,7 +249,7 @@ def _rank_call(
     T, rank = len(expert_TK), exchange.rank
     if state.config.budget.memory is not None:  # as in the layer
         exchange.keeps_rows = False
-    pairs, pairs_V = sort_pairs(expert_TK), made.forward_WV[rank]
+    pairs, pairs_V = sort_pairs(expert_TK, counts_WE.shape[1]), made.forward_WV[rank]
     order = message_order(made, forward_instances(made, pairs_V, _CPU), pairs_V, _CPU)
     _, rows_W = count_token_rows(
         order.to_message(pairs.token_N),
@@ -273,14 +273,13 @@ def _rank_call(
         number=0,
         may_be_recomputed=False,
     )
-    # The rule multiplies three factors; with two ones its score is the recorded one, bit for bit.
     score_N = torch.from_numpy(mine.score_TK.reshape(-1).copy())[pairs.flat_N]
     ones_N = torch.ones_like(score_N)
     code_T = None
     if state.config.is_stratified and not made.keeps_all:
         assert mine.direction_T is not None
         code_T = code_of(torch.from_numpy(mine.direction_T.copy()), state.config.strata)
-    selection = choose_pairs(ones_N, torch.ones(T), score_N, pairs, call, state, exchange, code_T)
+    selection = choose_pairs(ones_N, score_N, None, pairs, call, state, exchange, code_T)
     splits = Splits.of(rank, pairs_by_rank(made, made.forward_WV), rows_WW)
     announced = announce_kept(
         selection, torch.ones(T, 1), ones_N, pairs, made, splits, T, state.config.rows, exchange

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lrmoe.select import LONGEST_CHAIN
+from lrmoe.select import LONGEST_CHAIN, STRATUM_BITS
 
 _LARGEST_BLOCK = 2048
 _WARPS = 8
@@ -23,6 +23,35 @@ _MAX_SIZE = tl.constexpr((1 << 40) - 1)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 _NON_FINITE = tl.constexpr(0x7F800000)
 _CHAIN_WARPS = 1  # the steps of a chain are short, and many chains fit on a multiprocessor
+_CODES_PER_PROGRAM = 1024
+_SHIFT = tl.constexpr(64 - STRATUM_BITS)  # to the first signs of a direction
+_FIRST_SIGNS = tl.constexpr((1 << STRATUM_BITS) - 1)
+
+
+def order_runs(key_N: torch.Tensor, count_e: torch.Tensor, bits: int) -> torch.Tensor:
+    """:func:`lrmoe.select.order_runs`. One sort, of 32-bit keys where they are wide enough."""
+    is_short = len(count_e).bit_length() + bits < 32  # a radix sort of half the passes
+    whole_N = torch.empty_like(key_N, dtype=torch.int32 if is_short else torch.int64)
+    if len(count_e) and len(key_N):
+        _whole_keys[(len(count_e),)](
+            key_N,
+            count_e,
+            whole_N,
+            bits,
+            RUNS=_runs(count_e),
+            BLOCK=_block(key_N),
+            num_warps=_WARPS,
+        )
+    return torch.sort(whole_N, stable=True).indices
+
+
+def gray_place(direction_N: torch.Tensor) -> torch.Tensor:
+    """:func:`lrmoe.select.gray_place`. Reads and writes 8 bytes a direction."""
+    place_N = torch.empty_like(direction_N)
+    if len(direction_N):
+        grid = (triton.cdiv(len(direction_N), _CODES_PER_PROGRAM),)
+        _gray[grid](direction_N, place_N, len(direction_N), BLOCK=_CODES_PER_PROGRAM)
+    return place_N
 
 
 def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> torch.Tensor:
@@ -31,9 +60,14 @@ def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> 
         score_N.shape, dtype=torch.promote_types(score_N.dtype, torch.float32)
     )
     if len(count_e) and len(score_N):
-        first_e = count_e.cumsum(0) - count_e
         _sizes[(len(count_e),)](
-            score_N, first_e, count_e, size_N, rho, BLOCK=_block(score_N), num_warps=_WARPS
+            score_N,
+            count_e,
+            size_N,
+            rho,
+            RUNS=_runs(count_e),
+            BLOCK=_block(score_N),
+            num_warps=_WARPS,
         )
     return size_N
 
@@ -56,18 +90,16 @@ def sample_pairs(
     weight_P = order_N.new_empty(num_kept, dtype=torch.float64)
     if num_kept == 0:
         return kept_P, weight_P
-    first_e, first_kept_e = count_e.cumsum(0) - count_e, quota_e.cumsum(0) - quota_e
     _sample[(len(count_e),)](
         size_N,
-        first_e,
         count_e,
         quota_e,
-        first_kept_e,
         order_N,
         start_e,
         torch.empty_like(order_N),
         kept_P,
         weight_P,
+        RUNS=_runs(count_e),
         BLOCK=_block(size_N),
         num_warps=_WARPS,
     )
@@ -102,22 +134,55 @@ def top_pairs(
     kept_P = count_e.new_empty(num_kept)
     if num_kept == 0:
         return kept_P
-    first_e, first_kept_e = count_e.cumsum(0) - count_e, quota_e.cumsum(0) - quota_e
     _top[(len(count_e),)](
         score_N.float(),
-        first_e,
         count_e,
         quota_e,
-        first_kept_e,
         kept_P,
+        RUNS=_runs(count_e),
         BLOCK=_block(score_N),
         num_warps=_WARPS,
     )
     return kept_P
 
 
+def _runs(count_e: torch.Tensor) -> int:
+    return triton.next_power_of_2(max(len(count_e), 2))
+
+
 def _block(values_N: torch.Tensor) -> int:
     return min(triton.next_power_of_2(max(len(values_N), 16)), _LARGEST_BLOCK)
+
+
+@triton.jit
+def _before(counts, e, RUNS: tl.constexpr):
+    """The sum of the counts of the runs before this one: where it begins."""
+    run = tl.arange(0, RUNS)
+    return tl.sum(tl.load(counts + run, mask=run < e, other=0), 0)
+
+
+@triton.jit
+def _whole_keys(keys, counts, wholes, bits, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+    e = tl.program_id(0)
+    first = _before(counts, e, RUNS)
+    count = tl.load(counts + e)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        key = tl.load(keys + first + place, mask=place < count, other=0)
+        whole = (e.to(tl.int64) << bits) | key
+        tl.store(wholes + first + place, whole.to(wholes.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _gray(directions, places, num, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    direction = tl.load(directions + entry, mask=entry < num, other=0)
+    place = (direction >> _SHIFT) & _FIRST_SIGNS
+    place = place ^ (place >> 1)
+    place = place ^ (place >> 2)
+    place = place ^ (place >> 4)
+    place = place ^ (place >> 8)
+    tl.store(places + entry, place, mask=entry < num)
 
 
 @triton.jit
@@ -128,9 +193,9 @@ def _root(score):
 
 
 @triton.jit
-def _sizes(scores, firsts, counts, sizes, rho, BLOCK: tl.constexpr):
+def _sizes(scores, counts, sizes, rho, RUNS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0)
-    first = tl.load(firsts + e)
+    first = _before(counts, e, RUNS)
     count = tl.load(counts + e)
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(0, count, BLOCK):
@@ -177,19 +242,18 @@ def _ends(running, total, left):
 @triton.jit
 def _sample(
     sizes,
-    firsts,
     counts,
     quotas,
-    firsts_kept,
     orders,
     starts,
     drawn,
     kept,
     weights,
+    RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     e = tl.program_id(0)
-    first = tl.load(firsts + e)
+    first = _before(counts, e, RUNS)
     quota = tl.load(quotas + e)
     count = tl.where(quota > 0, tl.load(counts + e), 0)
     one = (count * 0 + 1) << _UNIT_BITS
@@ -257,7 +321,7 @@ def _sample(
         certain += tl.sum(is_capped.to(tl.int64), 0)
     tl.debug_barrier()  # all of the run is drawn before it is read in another order
 
-    slot = tl.load(firsts_kept + e)
+    slot = _before(quotas, e, RUNS)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
         probability = tl.load(drawn + first + place, mask=place < count, other=0)
@@ -320,9 +384,9 @@ def _keys(scores, first, place, count):
 
 
 @triton.jit
-def _top(scores, firsts, counts, quotas, firsts_kept, kept, BLOCK: tl.constexpr):
+def _top(scores, counts, quotas, kept, RUNS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0)
-    first = tl.load(firsts + e)
+    first = _before(counts, e, RUNS)
     quota = tl.load(quotas + e)
     count = tl.where(quota > 0, tl.load(counts + e), 0)
     # The largest key that at least `quota` pairs reach, bit by bit from below the smallest.
@@ -343,7 +407,7 @@ def _top(scores, firsts, counts, quotas, firsts_kept, kept, BLOCK: tl.constexpr)
         key = _keys(scores, first, place, count)
         above += tl.sum((key > lowest).to(tl.int64), 0)
     ties = quota - above  # of the pairs at the lowest kept score the first ones
-    slot = tl.load(firsts_kept + e)
+    slot = _before(quotas, e, RUNS)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
         key = _keys(scores, first, place, count)
