@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lrmoe.config import SCORED_RULES, UNBIASED_RULES
-from lrmoe.studies import figures
+from lrmoe.studies import figures, shown, tables
 from lrmoe.studies.experiments import EXPERIMENTS
 from lrmoe.studies.settings import Arm
 from tests.studies.grids import row
@@ -109,11 +109,11 @@ def test_pairs_of_all_protocols_and_strata_have_tables_of_their_own():
     runs = [
         row(seed, arm, loss + 0.01 * seed)
         for arm, loss in ((None, 2.0), (none, 2.2), (strata, 2.1))
-        for seed in range(figures._FINAL_SEEDS)
+        for seed in range(shown.FINAL_SEEDS)
     ]
     for one in runs:
-        one["settings"]["protocol"]["steps"] = figures._FINAL_STEPS
-    text = figures.tables(runs, [])
+        one["settings"]["protocol"]["steps"] = shown.FINAL_STEPS
+    text = tables.tables(runs, [])
     _, together, minus = text.split("\n## ")[-3:]
     assert "all protocols together" in together
     assert f"| sampled C50 strata=gradient | {len(runs) // 3} | +4.9" in together
@@ -121,7 +121,7 @@ def test_pairs_of_all_protocols_and_strata_have_tables_of_their_own():
     assert f"sampled C50 strata=gradient | {len(runs) // 3} | -4.5" in minus
     one["val_loss"] = None
     assert "convergence_finalists" in figures.figures(runs, [])
-    text = figures.tables(runs, [])
+    text = tables.tables(runs, [])
     assert f"| sampled C50 strata=gradient | {len(runs) // 3} | +inf |  |  |" in text
     assert f"sampled C50 strata=gradient | {len(runs) // 3} | +nan |  |  |" in text
 
@@ -163,6 +163,8 @@ def test_races_are_measured_against_symi_seed_by_seed(tmp_path):
     table = (tmp_path / "out" / "tables.md").read_text()
     assert "| ours C20 | 1 | 3 | 12 | 120 | 0.60 | 1.80 | 1.00 | 0.80 |" in table
     assert "| ours C20 | 0 | 2 | 9 | 90 | - |" in table  # symi did not get there
+    assert "| ours C20 | 3 | 40.0 | 0.00 | - |  | 2 |" in table  # over the seeds; no ultraep here
+    assert "| ours C20 | 2 | - |  | - |  | 2 |" in table
 
 
 def test_one_run_without_a_partner_draws_nothing(tmp_path):
@@ -171,7 +173,7 @@ def test_one_run_without_a_partner_draws_nothing(tmp_path):
 
 def test_arms_of_other_strata_are_other_rules():
     names = {
-        figures.rule_name(Arm.from_dict({"rate": 0.5, "strata": strata}))
+        shown.rule_name(Arm.from_dict({"rate": 0.5, "strata": strata}))
         for strata in ("none", "gradient", "neighbors", "text")
     }
     assert len(names) == 4

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lrmoe.studies.statistics import estimate, paired, strata_differences, t_quantile_95
+from lrmoe.studies.statistics import (
+    estimate,
+    paired,
+    race_ratios,
+    strata_differences,
+    t_quantile_95,
+)
 from tests.studies.grids import row
 
 SAMPLED = {"rate": 0.5}
@@ -105,3 +111,20 @@ def test_a_difference_of_a_run_that_diverged_is_not_a_number(losses):
     (found,) = strata_differences(rows)
     assert math.isnan(found["difference"].mean)
     assert found["difference"].bound is None
+
+
+def race_row(arm, seed, ms, target=2.0):
+    return {"arm": arm, "seed": seed, "target_loss": target, "ms_to_target": ms}
+
+
+def test_race_ratios_pair_runs_of_one_seed():
+    rows = [race_row("ours", 0, 3.0), race_row("peer", 1, 8.0), race_row("peer", 0, 4.0)]
+    rows += [
+        race_row("ours", 1, 2.0),
+        race_row("ours", 1, None, 1.0),
+        race_row("peer", 1, 9.0, 1.0),
+    ]
+    assert race_ratios(rows, "ours", "peer", 2.0) == [0.75, 0.25]
+    assert race_ratios(rows, "ours", "peer", 1.0) is None  # one did not get there
+    assert race_ratios([*rows, race_row("ours", 2, 1.0)], "ours", "peer", 2.0) is None  # no peer
+    assert race_ratios(rows, "other", "peer", 2.0) is None

@@ -7,14 +7,24 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lrmoe.studies import rows
-from lrmoe.studies.convergence import COLUMNS, cells, describe
+from lrmoe.studies.convergence import describe
 from lrmoe.studies.rows import Row, run_of
-from lrmoe.studies.settings import Arm, Protocol
-from lrmoe.studies.statistics import Estimate, estimate, paired, strata_differences
+from lrmoe.studies.settings import Arm
+from lrmoe.studies.shown import (
+    FINAL_RULES,
+    compared_protocols,
+    is_control,
+    is_final,
+    is_plain,
+    rule_name,
+)
+from lrmoe.studies.statistics import paired, race_ratios
+from lrmoe.studies.tables import PEERS, tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,13 +56,9 @@ _COLORS = {
     "predicted": "#996633",
     "predicted-half": "#339966",
 }
-_STRATA = {"gradient": ", strata", "neighbors": ", neighbors", "text": ", text strata"}
 # Rules of the figure over rates; the bars show all arms.
 _RATE_RULES = ("sampled", "sampled, strata", "sampled, drawn forward", "random_unbiased", "top")
-# The default's draw now, and what it was before.
-_FINAL_RULES = ("sampled, strata", "sampled")
-_PEER = "symi C0"  # what races are measured against, as in the paper
-_FINAL_STEPS, _FINAL_SEEDS, _LOW_RATE = 2000, 5, 0.2
+_PEER, _LOW_RATE = PEERS[0], 0.2
 _GROUPS = {"down": "down projections", "all": "all parameters"}
 
 
@@ -98,7 +104,7 @@ def figures(
         found["convergence_rates"] = _rates(comparisons)
         found["convergence_arms"] = _arms(comparisons)
         found["convergence_where"] = _where(runs)
-    finals = [c for c in comparisons if _is_final(c)]
+    finals = [c for c in comparisons if is_final(c)]
     if finals:
         found["convergence_finalists"] = _finalists(finals)
     if gradients:
@@ -112,79 +118,17 @@ def figures(
     return found
 
 
-def tables(runs: Sequence[Row], gradients: Sequence[Row], races: Sequence[Row] = ()) -> str:
-    """Every comparison as Markdown."""
-    parts = [
-        "# Tables of the convergence study",
-        "Written by `lrmoe study figures` from `results/*.jsonl`; not edited by hand. "
-        "[What they mean](convergence.md).",
-    ]
-    comparisons = paired(runs)
-    for protocol in _protocols(comparisons):
-        mine = [c for c in comparisons if c["protocol"] == protocol]
-        parts += [f"## {describe(protocol)}", _comparison_table(mine)]
-    finals = [c for c in comparisons if _is_final(c)]
-    if finals:
-        parts += ["## The default rule in long runs, all protocols together", _final_table(finals)]
-    differences = strata_differences(runs)
-    if differences:
-        parts += ["## With strata, minus the same without", _strata_table(differences)]
-    for study in dict.fromkeys(row["study"] for row in gradients):
-        parts += [
-            f"## Gradients: {study}",
-            _gradient_table([row for row in gradients if row["study"] == study]),
-        ]
-    for name in dict.fromkeys(row["race"] for row in races):
-        parts += [
-            f"## Time to loss: {name}",
-            _race_table([row for row in races if row["race"] == name]),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def rule_name(arm: Arm) -> str:
-    """The rule and its draw."""
-    config = arm.recalibration
-    draw = ", drawn forward" if config.draw == "forward" else ""
-    if config.is_stratified:
-        draw += _STRATA[config.strata]
-    return (arm.experiment or config.selection) + draw
-
-
 def _color(rule: str) -> str:
     return _COLORS.get(rule, "#444444")
-
-
-def _is_plain(arm: Arm) -> bool:
-    """Whether nothing but rule, draw, strata and rate differs from the default."""
-    config = arm.recalibration
-    own = {name: getattr(config, name) for name in ("rate", "selection", "draw", "strata")}
-    if arm.experiment is not None:
-        own |= {"experiment": arm.experiment, "scope": "global"}
-    return Arm.from_dict(own) == arm and isinstance(config.rate, float)
-
-
-def _is_control(arm: Arm) -> bool:
-    """Whether next to nothing is dropped: how far apart do nearly equal runs end?"""
-    config = arm.recalibration
-    return not arm.is_exact and not config.is_auto and config.rate_at(0) < 0.01
-
-
-def _is_final(comparison: dict[str, Any]) -> bool:
-    """Whether it is one of the bars of the default rule: long runs, and seeds enough."""
-    arm, excess = comparison["arm"], comparison["excess"]
-    is_default = _is_plain(arm) and rule_name(arm) in _FINAL_RULES and not arm.is_exact
-    is_long = comparison["protocol"].steps >= _FINAL_STEPS
-    return is_default and is_long and excess.count >= _FINAL_SEEDS
 
 
 def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
     """The default rule after long runs: every seed, the mean, and its 95 % bound."""
     figure, (axes,) = _panels(1, width=9.6, height=3.8)
-    protocols = _protocols(finals)
+    protocols = compared_protocols(finals)
     for comparison in sorted(finals, key=lambda c: c["arm"].recalibration.rate):
         rate, rule = comparison["arm"].recalibration.rate, rule_name(comparison["arm"])
-        is_low, is_old = rate <= _LOW_RATE, rule == _FINAL_RULES[1]
+        is_low, is_old = rate <= _LOW_RATE, rule == FINAL_RULES[1]
         place = protocols.index(comparison["protocol"]) - 0.3 + 0.4 * (not is_low) + 0.17 * is_old
         color = (("#3b6ea8", "#c8713c"), ("#9dc0e6", "#ecb894"))[is_old][not is_low]
         excess, seeds = comparison["excess"], comparison["excess_by_seed"]
@@ -208,9 +152,9 @@ def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
 
 def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
     """Excess loss by rate, a panel per protocol, a line per rule."""
-    shown = [c for c in comparisons if _is_plain(c["arm"]) and not _is_control(c["arm"])]
+    shown = [c for c in comparisons if is_plain(c["arm"]) and not is_control(c["arm"])]
     shown = [c for c in shown if c["arm"].is_exact or rule_name(c["arm"]) in _RATE_RULES]
-    protocols = _protocols(shown)
+    protocols = compared_protocols(shown)
     figure, panels = _panels(len(protocols), width=4.2, height=3.4)
     for axes, protocol in zip(panels, protocols, strict=True):
         by_rule: dict[str, list[dict[str, Any]]] = {}
@@ -237,7 +181,7 @@ def _rates(comparisons: Sequence[dict[str, Any]]) -> Figure:
 
 def _arms(comparisons: Sequence[dict[str, Any]]) -> Figure:
     """Every arm as a bar with its standard error and its seeds, a panel per protocol."""
-    protocols = _protocols([c for c in comparisons if not c["arm"].is_exact])
+    protocols = compared_protocols([c for c in comparisons if not c["arm"].is_exact])
     most = max(sum(c["protocol"] == p for c in comparisons) for p in protocols)
     figure, panels = _panels(len(protocols), width=7.0, height=1.2 + 0.22 * most)
     for axes, protocol in zip(panels, protocols, strict=True):
@@ -265,7 +209,7 @@ def _where(runs: Sequence[Row]) -> Figure:
     for row in runs:
         arm = run_of(row).arm
         partner = exact.get(_pair_key(row))
-        if arm.is_exact or partner is None or not _is_plain(arm):
+        if arm.is_exact or partner is None or not is_plain(arm):
             continue
         if row["regime"] != "scratch" or row["val_loss"] is None:
             continue
@@ -444,72 +388,6 @@ def _by_place(gradients: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return places
 
 
-def _protocols(comparisons: Sequence[dict[str, Any]]) -> list[Protocol]:
-    """Those with something to compare, in order."""
-    by_name = {repr(c["protocol"]): c["protocol"] for c in comparisons if not c["arm"].is_exact}
-    return list(by_name.values())
-
-
-def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, comparisons)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _final_table(finals: Sequence[dict[str, Any]]) -> str:
-    """A line per arm: the pairs of every protocol that has seeds enough."""
-    by_arm: dict[str, list[float]] = {}
-    for comparison in finals:
-        by_arm.setdefault(comparison["arm"].name, []).extend(comparison["excess_by_seed"])
-    lines = ["| arm | pairs | over C0, % | std. error | 95 % bound |", "|---|---|---|---|---|"]
-    lines += [f"| {arm} | {_numbers(estimate(values))} |" for arm, values in by_arm.items()]
-    return "\n".join(lines)
-
-
-def _strata_table(differences: Sequence[dict[str, Any]]) -> str:
-    """A line per protocol and arm."""
-    lines = [
-        "| | arm with strata | pairs | difference, % | std. error | 95 % bound |",
-        "|---|---|---|---|---|---|",
-    ]
-    for each in differences:
-        numbers = _numbers(each["difference"])
-        lines.append(f"| {describe(each['protocol'])} | {each['arm'].name} | {numbers} |")
-    return "\n".join(lines)
-
-
-def _numbers(excess: Estimate) -> str:
-    error = "" if excess.standard_error is None else f"{excess.standard_error:.2f}"
-    bound = "" if excess.bound is None else f"{excess.bound:+.2f}"
-    return f"{excess.count} | {excess.mean:+.2f} | {error} | {bound}"
-
-
-def _gradient_table(gradients: Sequence[Row]) -> str:
-    lines = [
-        "| step | arm | group | error of one batch | cosine | length | bias | noise of one batch | "
-        "error of one draw | of their mean | easy | hard |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in gradients:
-        for group, g in row["groups"].items():
-            numbers = [
-                g[key]
-                for key in (
-                    "error_one",
-                    "cosine_one",
-                    "length_one",
-                    "bias",
-                    "noise_one",
-                    "error_draw",
-                    "error_mean_draw",
-                    "progress_easy",
-                    "progress_hard",
-                )
-            ]
-            cells = " | ".join(f"{x:.3f}" for x in numbers)
-            lines.append(f"| {row['step']} | {row['arm']} | {group} | {cells} |")
-    return "\n".join(lines)
-
-
 def _races(races: Sequence[Row]) -> Figure:
     """MoE-layer time until each loss over that of SYMI at C0, a panel per race."""
     names = list(dict.fromkeys(row["race"] for row in races))
@@ -524,9 +402,9 @@ def _races(races: Sequence[Row]) -> Figure:
         arms = [arm for arm in all_arms if arm in present]
         width = 0.8 / len(arms)
         for i, arm in enumerate(arms):
-            ratios = [_over_symi(mine, arm, target) for target in targets]
+            ratios = [race_ratios(mine, arm, _PEER, target) for target in targets]
             places = [t + (i - (len(arms) - 1) / 2) * width for t in range(len(targets))]
-            heights = [math.nan if ratio is None else ratio for ratio in ratios]
+            heights = [math.nan if found is None else fmean(found) for found in ratios]
             color = f"C{all_arms.index(arm)}"
             axes.bar(places, heights, width=0.94 * width, label=arm, color=color, alpha=0.8)
         axes.axhline(1, color="black", lw=0.8)
@@ -542,50 +420,8 @@ def _races(races: Sequence[Row]) -> Figure:
     return figure
 
 
-def _over_symi(rows_of_race: Sequence[Row], arm: str, target: float) -> float | None:
-    """Mean over the seeds of both; ``None`` if some run did not get there."""
-    ratios = []
-    peers = {
-        row["seed"]: row
-        for row in rows_of_race
-        if row["arm"] == _PEER and row["target_loss"] == target
-    }
-    for row in rows_of_race:
-        if row["arm"] == arm and row["target_loss"] == target:
-            peer = peers.get(row["seed"])
-            if peer is None or not row["ms_to_target"] or not peer["ms_to_target"]:
-                return None
-            ratios.append(row["ms_to_target"] / peer["ms_to_target"])
-    return sum(ratios) / len(ratios) if ratios else None
-
-
 def _clock(rows_of_race: Sequence[Row]) -> str:
     return "/".join(sorted({f"{row['clock']} time" for row in rows_of_race}))
-
-
-def _race_table(rows_of_race: Sequence[Row]) -> str:
-    """A line per run and target."""
-    lines = [
-        "| arm | seed | loss | steps | MoE-layer ms | over symi | imbalance fwd | bwd | kept |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows_of_race:
-        ratio = _over_symi(
-            [r for r in rows_of_race if r["seed"] == row["seed"]], row["arm"], row["target_loss"]
-        )
-        cells = [
-            row["arm"],
-            str(row["seed"]),
-            f"{row['target_loss']:g}",
-            "-" if row["steps_to_target"] is None else f"{row['steps_to_target']:.0f}",
-            "-" if row["ms_to_target"] is None else f"{row['ms_to_target']:.0f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            f"{row['imbalance_fwd']:.2f}",
-            f"{row['imbalance_bwd']:.2f}",
-            f"{row['backward_fraction']:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def _handles(panels: Sequence[Axes]) -> dict[str, Any]:

@@ -131,6 +131,26 @@ def strata_differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
+def race_ratios(
+    rows_of_race: Sequence[Row], arm: str, peer: str, target: float
+) -> list[float] | None:
+    """MoE-layer time until a loss over that of the peer's run with the same seed, seed by seed.
+
+    ``None`` if a seed has no such run, or one of the two did not get there.
+    """
+    mine, its = (
+        {
+            row["seed"]: row["ms_to_target"]
+            for row in rows_of_race
+            if row["arm"] == name and row["target_loss"] == target
+        }
+        for name in (arm, peer)
+    )
+    if not mine or not all(ms and its.get(seed) for seed, ms in mine.items()):
+        return None
+    return [ms / its[seed] for seed, ms in mine.items()]
+
+
 def _compare(run: Any, pairs: list[tuple[Row, Row]]) -> dict[str, Any]:
     losses = [math.inf if row["val_loss"] is None else row["val_loss"] for row, _ in pairs]
     excess = [
