@@ -191,6 +191,19 @@ def test_swiglu_hides_no_non_finite_value():
     assert not norm_sq.isfinite().any()
 
 
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (9, 37)])
+def test_flagged_rows_become_nan_and_others_stay(dtype, shape):
+    rows_TD = _tensor(*shape, dtype=dtype)
+    before, is_bad_T = rows_TD.clone(), torch.arange(shape[0], device=DEVICE) % 3 == 0
+    rows_triton.poison_rows(rows_TD, is_bad_T)
+    assert torch.equal(rows_TD.isnan(), is_bad_T[:, None].expand(shape))
+    assert torch.equal(rows_TD[~is_bad_T], before[~is_bad_T])
+    rows.poison_rows(before, is_bad_T)
+    assert torch.equal(rows_TD.isnan(), before.isnan())
+
+
 # ---- pairs and scores --------------------------------------------------------------------------
 
 SORTED = {
@@ -373,6 +386,7 @@ def test_operators_pass_opcheck():
         (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
         (rows.sum_rows, (_tensor(4, 8), ids, 5)),
         (rows.row_norm_sq, (_tensor(5, 8),)),
+        (rows.poison_rows, (_tensor(4, 8), ids > 2)),
         (grouped_gemm.clear_empty, (_tensor(2, 4, 4), _ids([0, 3], torch.int32))),
         (gated.swiglu_forward, (gate_up, one, _tensor(4, 8), _tensor(4))),
         (

@@ -34,7 +34,7 @@ from lrmoe.instances import (
 )
 from lrmoe.kernels.gated import Activation
 from lrmoe.kernels.grouped_gemm import is_padded
-from lrmoe.kernels.rows import row_norm_sq
+from lrmoe.kernels.rows import poison_rows, row_norm_sq
 from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
     PairTable,
@@ -372,7 +372,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 grads.x_UD, announced.token_U, T, announced.splits, exchange
             )
             # Dropping pairs must not hide an overflow from the layers before.
-            grad_x_TD.masked_fill_(is_bad_T[:, None], float("nan"))
+            poison_rows(grad_x_TD, is_bad_T)
         if needs_p:
             inner_M = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
             inner_P = announced.to_kept_order(inner_M)
@@ -430,11 +430,11 @@ def _router_gradient(
 ) -> torch.Tensor:
     """The kept pairs' ``<G, y>`` in pair order -> dL/dp [T, K] in the configured mode."""
     p_TK = saved["p_TK"]
+    if config.router_grad == "kept":
+        return scatter_pairs(selection.weight_P * inner_P, pairs, selection, p_TK)
     wide_TD = grad_TD.to(p_TK.dtype)
     if config.router_grad == "exact":
         return torch.einsum("td,tkd->tk", wide_TD, saved["y_TKD"].to(p_TK.dtype))
-    if config.router_grad == "kept":
-        return scatter_pairs(selection.weight_P * inner_P, pairs, selection, p_TK)
     return completed_router_gradient(
         config.is_unbiased,
         p_TK,

@@ -52,6 +52,12 @@ def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return norm_sq_T, is_bad_T
 
 
+@define("rows_triton", fills=("rows_TD",))
+def poison_rows(rows_TD: torch.Tensor, is_bad_T: torch.Tensor) -> None:
+    """Fill the rows that are flagged with NaN; the others are neither read nor written."""
+    rows_TD[is_bad_T] = float("nan")
+
+
 @define("rows_triton", fills=("out_PD",))
 def copy_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, out_PD: torch.Tensor) -> None:
     """``out_PD[i] = rows_UD[row_ids_P[i]]``."""

@@ -74,6 +74,13 @@ def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return norm_sq_T, is_bad_T.view(torch.bool)
 
 
+def poison_rows(rows_TD: torch.Tensor, is_bad_T: torch.Tensor) -> None:
+    """:func:`lrmoe.kernels.rows.poison_rows`. Reads ``T`` flags, writes the rows that are bad."""
+    T, D = rows_TD.shape
+    if T and D:
+        _poison[(T,)](rows_TD, is_bad_T.view(torch.uint8), rows_TD.stride(0), D, BLOCK=_block(D))
+
+
 def clear_empty(products_eAB: torch.Tensor, offsets_e: torch.Tensor) -> None:
     """Zero what belongs to experts without rows; nothing else is touched."""
     size = products_eAB[0].numel() if len(products_eAB) else 0
@@ -146,6 +153,16 @@ def _sum(
         total += row_one.to(WIDE)
         total += row_two.to(WIDE)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _poison(rows, flags, stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(flags + row) != 0:
+        nan = tl.full([BLOCK], float("nan"), dtype=tl.float32).to(rows.dtype.element_ty)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(rows + row * stride + column, nan, mask=column < width)
 
 
 @triton.jit
