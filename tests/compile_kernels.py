@@ -45,6 +45,13 @@ TYPES = {
         "ids=*{i} counts=*i64 ends=*i64 order=*i64 ordered=*i64 num=i32 num_ids=i32 "
         "num_blocks=i32 BLOCK=128"
     ),
+    pairs_triton._scan: ("needed=*u8 starts=*i64 tokens=*i64 rows=*i32 num_tokens=i32 BLOCK=2048"),
+    pairs_triton._rows: (
+        "rows=*i32 tokens=*i64 ranks=*i64 found=*i32 num=i32 num_tokens=i32 BLOCK=1024"
+    ),
+    pairs_triton._spread: (
+        "values=*{i} ends=*i64 spread=*{i} num_runs=i32 num=i32 COUNTS=0 BLOCK=1024"
+    ),
     pairs_triton._pack: (
         "kept=*i64 weights=*fp32 ps=*fp32 tokens=*i64 rows=*i32 places=*i32 coefs=*fp32 num=i32 "
         "BLOCK=1024"
@@ -53,7 +60,9 @@ TYPES = {
         "ps=*fp32 norms=*fp32 tokens=*i64 h_norms=*fp32 scores=*fp32 num=i32 BLOCK=1024"
     ),
     score_triton._signs: "products=*{x} directions=*i64 num=i32 ROWS=16 SIGNS=64",
-    select_triton._whole_keys: "keys=*i64 counts=*i64 wholes=*{i} bits=i32 RUNS=128 BLOCK=2048",
+    select_triton._whole_keys: (
+        "keys=*i64 counts=*i64 salts=*i64 wholes=*{i} bits=i32 spare=i32 RUNS=128 BLOCK=2048"
+    ),
     select_triton._gray: "directions=*i64 places=*i64 num=i32 BLOCK=1024",
     select_triton._sizes: "scores=*fp32 counts=*i64 sizes=*fp32 rho=fp32 RUNS=128 BLOCK=2048",
     select_triton._sample: (
@@ -66,7 +75,7 @@ TYPES = {
     select_triton._top: ("scores=*fp32 counts=*i64 quotas=*i64 kept=*i64 RUNS=128 BLOCK=2048"),
 }
 HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones", "_before",
-           "_kind"}  # fmt: skip
+           "_kind", "_mixed"}  # fmt: skip
 
 
 def main() -> None:

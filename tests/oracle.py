@@ -371,10 +371,11 @@ def gray_place(direction, bits=16):
     return first
 
 
-def neighbors(direction_n, longest=256):
+def neighbors(direction_n, places_n=None, longest=256):
     """The order of one expert's pairs: by their first signs, cut evenly, and in each part always on
-    to the nearest that is left."""
-    order = sorted(range(len(direction_n)), key=lambda i: direction_n[i] % 2**64 >> 48)
+    to the nearest that is left. Among equal first signs in the order of ``places``, if given."""
+    places = range(len(direction_n)) if places_n is None else places_n
+    order = sorted(places, key=lambda i: direction_n[i] % 2**64 >> 48)
     number = -(-len(order) // longest)
     cuts = [c * len(order) // number for c in range(number + 1)] if number else []
     result = []

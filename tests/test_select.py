@@ -4,6 +4,7 @@ Shape letters: N = pairs in expert-major order, P = kept pairs, e = experts.
 """
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lrmoe import select
 from lrmoe.select import (
     ONE,
     Segments,
@@ -254,8 +256,15 @@ def test_any_run_of_strata_is_drawn_as_often_as_its_probabilities_say(case, seed
 
 
 @pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
-def test_a_sample_by_directions_goes_from_each_pair_to_the_nearest(kinds):
+def test_a_sample_by_directions_goes_from_each_pair_to_the_nearest(kinds, monkeypatch):
     """Any run of the slow reference's order is drawn as often as its probabilities say."""
+    real, sorted_by = select.order_runs, []
+
+    def recorded(*arguments):
+        sorted_by.append(real(*arguments))
+        return sorted_by[-1]
+
+    monkeypatch.setattr(select, "order_runs", recorded)
     counts = [0, 7, 1, 40, 300, 0, 2, 512]
     segments, generator = Segments(np.array(counts), CPU), torch.Generator().manual_seed(kinds)
     score_N = torch.rand(sum(counts), generator=generator) ** 4
@@ -267,21 +276,58 @@ def test_a_sample_by_directions_goes_from_each_pair_to_the_nearest(kinds):
     pi_N = inclusion_probabilities(size_N, segments, quotas)
     is_kept_N = torch.zeros_like(pi_N)
     is_kept_N[chosen.kept_P] = 1
-    first = 0
+    first, sorted_N = 0, sorted_by[0]
     for count in counts:
-        order = oracle.neighbors(direction_N[first : first + count].tolist())
+        places = sorted_N[first : first + count] - first
+        order = oracle.neighbors(direction_N[first : first + count].tolist(), places.tolist())
         off = is_kept_N[first:][order].cumsum(0) * ONE - pi_N[first:][order].cumsum(0)
         assert (off.abs() < ONE).all()
         first += count
 
 
-@pytest.mark.parametrize("experts", [32_767, 32_768, 40_000, 131_072])
-def test_keys_of_many_experts_do_not_overflow(experts):
+@pytest.mark.parametrize("experts", [128, 2047, 2048, 32_767, 32_768, 40_000, 131_072])
+@pytest.mark.parametrize("is_salted", [False, True])
+def test_keys_of_many_experts_do_not_overflow(experts, is_salted):
     counts = np.zeros(experts, np.int64)
     counts[[0, experts // 2, -1]] = 2
     segments = Segments(counts, CPU)
     key_N = torch.tensor([1 << 15, 0] * 3)
-    assert segments.sort(key_N, 16).tolist() == [1, 0, 3, 2, 5, 4]
+    salt_e = torch.randint(0, ONE, (experts,)) if is_salted else None
+    assert segments.sort(key_N, 16, salt_e).tolist() == [1, 0, 3, 2, 5, 4]
+
+
+@pytest.mark.parametrize("experts", [1, 128, 3000])
+def test_equal_keys_keep_their_order_or_are_shuffled(experts):
+    counts = np.zeros(experts, np.int64)
+    counts[-1] = 100
+    segments, key_N = Segments(counts, CPU), torch.arange(100) // 50
+    assert segments.sort(key_N, 16).tolist() == list(range(100))
+    orders = {
+        tuple(segments.sort(key_N, 16, torch.full((experts,), salt)).tolist())
+        for salt in (0, 1, 5, ONE - 1)
+    }
+    assert len(orders) == 4
+    for order in orders:
+        assert sorted(order[:50]) == list(range(50))
+        # A shuffle has 24.5 of 49 neighbours in ascending order, give or take 2.1.
+        assert 12 < sum(a < b for a, b in pairwise(order[:50])) < 37
+
+
+@pytest.mark.parametrize("strata", ["gradient", "neighbors"])
+def test_a_sample_of_pairs_that_are_all_alike_does_not_follow_their_order(strata):
+    """Where all gradients point one way, every other pair must not mean every other token."""
+    counts, alike_N = np.array([3, 256, 40]), torch.full((299,), 77)
+    segments = Segments(counts, CPU)
+    evens = []
+    for seed in range(40):
+        code = (alike_N, None) if strata == "gradient" else (None, alike_N)
+        generator = torch.Generator().manual_seed(seed)
+        quotas = np.array([1, 128, 20])
+        chosen = select_sampled(torch.ones(299), segments, quotas, generator, None, *code)
+        mine = chosen.kept_P[(chosen.kept_P >= 3) & (chosen.kept_P < 259)]
+        evens.append(int(((mine - 3) % 2 == 0).sum()))
+    # 128 of 256 at random: 64 of the even places, give or take 4; 0 or 128 in the tokens' order
+    assert 40 < min(evens) < 64 < max(evens) < 88
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 257, 511, 513, 1000])

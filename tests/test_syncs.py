@@ -113,7 +113,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize(("strata", "most"), [("gradient", 37), ("neighbors", 39)])
 def test_a_backward_pass_dispatches_few_operators(strata, most):
-    """A card waits for a host that launches many small kernels; ``docs/gpu.md`` has the number."""
+    """A card waits for a host that launches many small kernels."""
     case = make_case(40, hidden=16, width=16, dtype=torch.float32)
     leaves = [t.requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
     state = LayerState(Recalibration(rate=0.2, strata=strata))

@@ -231,6 +231,46 @@ def test_a_counting_sort_takes_ids_beyond_32_bits():
     assert [each.tolist() for each in got] == [[2, 1, 4, 0, 3], [-1, 0, 1, 2, 2], [1, 1, 1, 2]]
 
 
+@pytest.fixture(params=[None, 16], ids=["one block", "blocks of 16"])
+def _few_at_once(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(pairs_triton, "_TOKENS_AT_ONCE", request.param)
+        monkeypatch.setattr(pairs_triton, "_PAIRS_PER_PROGRAM", request.param)
+
+
+@pytest.mark.usefixtures("_few_at_once")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 37), (3, 0), (8, 100)])
+@pytest.mark.parametrize("slack", [0, 3])
+def test_rows_are_listed_as_in_the_reference(shape, slack):
+    needed_WT = torch.rand(shape, device=DEVICE) < 0.4
+    rank_P, token_P = needed_WT.nonzero().unbind(1)
+    room_W = needed_WT.sum(1) + slack
+    arguments = needed_WT, room_W.cumsum(0) - room_W, token_P, rank_P
+    total = int(room_W.sum()) if shape[1] else 0
+    got = pairs_triton.list_rows(*arguments, total)
+    want = pairs.list_rows(*(each.cpu() for each in arguments), total)
+    for ours, each in zip(got, want, strict=True):
+        assert ours.dtype == each.dtype
+        assert torch.equal(ours.cpu(), each)
+
+
+@pytest.mark.usefixtures("_few_at_once")
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [5], [0, 3, 0, 0, 40, 1, 0], [1] * 130, [0] * 9 + [70]]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+def test_runs_are_spread_as_in_the_reference(lengths, dtype):
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    values = torch.randint(-50, 50, (len(lengths),)).to(dtype)
+    for is_counting in (False, True) if dtype == torch.int64 else (False,):
+        want = select.spread_runs(values, ends, sum(lengths), is_counting)
+        got = pairs_triton.spread_runs(
+            values.to(DEVICE), ends.to(DEVICE), sum(lengths), is_counting
+        )
+        assert got.dtype == dtype
+        assert torch.equal(got.cpu(), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_kept", [0, 1, 1500])
 def test_kept_pairs_are_packed(dtype, num_kept):
@@ -327,13 +367,16 @@ def test_a_sample_equals_the_reference(kind, seed, rho):
 
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("bits", [1, 16, 48])
-@pytest.mark.parametrize("counts", [[0, 7, 1, 33, 90, 0], [5], [0], [3] * 70])
-def test_an_order_equals_the_reference(bits, counts):
+@pytest.mark.parametrize("counts", [[0, 7, 1, 33, 90, 0], [5], [0], [3] * 70, [1] * 4100])
+@pytest.mark.parametrize("is_salted", [False, True])
+def test_an_order_equals_the_reference(bits, counts, is_salted):
     count_e = torch.tensor(counts)
     key_N = torch.randint(0, 1 << bits, (sum(counts),), device=DEVICE)
     key_N[:: max(len(key_N) // 2, 1)] = (1 << bits) - 1
-    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), bits)
-    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, bits))
+    salt_e = torch.randint(0, select.ONE, count_e.shape) if is_salted else None
+    on_device = salt_e.to(DEVICE) if is_salted else None
+    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), bits, on_device)
+    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, bits, salt_e))
 
 
 @pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
@@ -378,10 +421,13 @@ def test_operators_pass_opcheck():
     kept_P, p_N, token_N = _ids([1, 6, 7]), _tensor(8), _ids([0, 1, 1, 0, 2, 0, 1, 2])
     calls = [
         (pairs.counting_sort, (ids, 4)),
+        (pairs.list_rows, (_tensor(2, 5) > 0, _ids([0, 5]), _ids([1, 3]), _ids([0, 1]), 10)),
+        (select.spread_runs, (_ids([7, 9, 4]), _ids([2, 2, 6]), 6, True)),
         (dispatch.pack_kept, (kept_P, _tensor(3), p_N, token_N)),
         (score.pair_lrm, (p_N, _tensor(3), token_N, scores)),
         (score.pack_signs, (_tensor(5, 64),)),
         (select.order_runs, (torch.randint_like(order_N, 9), count_e, 16)),
+        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 16, start_e)),
         (select.gray_place, (torch.randint_like(order_N, 1 << 40),)),
         (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
         (rows.sum_rows, (_tensor(4, 8), ids, 5)),

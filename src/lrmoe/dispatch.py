@@ -80,11 +80,7 @@ class Announced:
     moved_row_P: torch.Tensor | None  # experts: int32 row of it, where moved
     kept_WV: Int  # kept pairs of each source at each instance
     splits: Splits
-
-    def order(self, plan: Plan, rank: int) -> ArrivalOrder:
-        """How the experts' rank reads what it receives for the kept pairs."""
-        here = local_instances(plan, rank)
-        return arrival_order(self.kept_WV[:, here], self.splits.receive_rows_W, self.row_P.device)
+    order: ArrivalOrder  # how the experts' rank reads what it receives for the kept pairs
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the backward pass of a draw in the forward pass still needs, by name."""
@@ -98,9 +94,16 @@ class Announced:
         kept_WV: Int,
         splits: Splits,
         num_moved: int,
+        *,
+        here: slice,
     ) -> Announced:
-        """The inverse of :meth:`tensors`; the saved state is that of the kept pairs alone."""
+        """The inverse of :meth:`tensors`; the saved state is that of the kept pairs alone.
+
+        Args:
+            here: the instances on this rank.
+        """
         saved: dict[str, Any] = {name: tensors.get(name) for name in _SAVED}
+        order = arrival_order(kept_WV[:, here], splits.receive_rows_W, saved["row_P"].device)
         return cls(
             **saved,
             forward_P=saved["row_P"].new_empty(0),
@@ -109,6 +112,7 @@ class Announced:
             moved_row_P=None,
             kept_WV=kept_WV,
             splits=splits,
+            order=order,
         )
 
     def to_kept_order(self, values_M: torch.Tensor) -> torch.Tensor:
@@ -275,6 +279,7 @@ def announce_kept(
         forward_P=forward_P,
         coef_P=coef_P,
         splits=splits,
+        order=order,
         kept_WV=kept_WV,
         num_moved=0 if moved_M is None else len(moved_M),
         moved_x_UD=moved_x_UD,
@@ -302,6 +307,7 @@ def _kept_here(
         forward_P=place_P,
         coef_P=coef_P,
         splits=_splits(0, pairs_by_rank(plan, kept_WV), all_rows, all_rows),
+        order=arrival_order(kept_WV, all_rows, p_N.device),
         kept_WV=kept_WV,
         num_moved=0,
         moved_x_UD=None,
@@ -320,7 +326,10 @@ def _kept_here(
 def pack_kept(
     kept_P: torch.Tensor, weight_P: torch.Tensor, p_N: torch.Tensor, token_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The token of each kept pair and its place among all, int32 [P], and its coefficient."""
+    """The token of each kept pair and its place among all, int32 [P], and its coefficient.
+
+    The coefficient has the dtype of ``p``, which no weight is wider than.
+    """
     row_P, place_P = token_N[kept_P].to(torch.int32), kept_P.to(torch.int32)
     return row_P, place_P, p_N[kept_P] * weight_P
 

@@ -90,8 +90,7 @@ def kept_pairs(
             alone, in their order.
         gate_up_R2F: ``None`` where it is recomputed for all kept pairs.
     """
-    order = announced.order(plan, exchange.rank)
-    rows = groups(order, announced.kept_WV, plan, exchange)
+    rows = groups(announced.order, announced.kept_WV, plan, exchange)
     num_rows = int(announced.splits.receive_rows_W.sum())
     gate_up_row_P: torch.Tensor | None = None  # in their own order
     if row_R is None:

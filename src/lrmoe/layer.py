@@ -328,7 +328,8 @@ class _RecalibratedExperts(torch.autograd.Function):
             assert record.selection is not None
             assert record.kept_host is not None
             selection = record.selection
-            announced = dispatch.Announced.restore(saved, *record.kept_host)
+            here = dispatch.local_instances(plan, exchange.rank)
+            announced = dispatch.Announced.restore(saved, *record.kept_host, here=here)
         else:
             selection = choose_pairs(
                 p_N,
@@ -345,7 +346,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             )
         check_version(state, record)
         local = local_experts(record, exchange, home, act, announced.kept_WV)
-        order = announced.order(plan, exchange.rank)
         kept, x_UD, gate_up_R2F = kept_pairs(
             announced,
             saved.get("row_R"),
@@ -374,7 +374,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             # Dropping pairs must not hide an overflow from the layers before.
             poison_rows(grad_x_TD, is_bad_T)
         if needs_p:
-            inner_M = dispatch.return_pairs(grads.p_P, order, announced.splits, exchange)
+            inner_M = dispatch.return_pairs(grads.p_P, announced.order, announced.splits, exchange)
             inner_P = announced.to_kept_order(inner_M)
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
         grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)

@@ -63,7 +63,7 @@ def counting_sort(
     Ids below 0 count as -1, those from ``num_ids`` on as ``num_ids``.
 
     Args:
-        ids_N: of any integer dtype.
+        ids_N: of any integer dtype but the wide unsigned ones.
 
     Returns:
         int64 [N], int64 [N], and int64 ``[num_ids + 2]``, by ``id + 1``.
@@ -72,8 +72,8 @@ def counting_sort(
         ids_N = ids_N.to(torch.int32)
     # Clamped before the cast: an id beyond int32 must not become another one.
     found = torch.sort(ids_N.clamp(-1, num_ids).to(torch.int32), stable=True)
-    count_B = torch.bincount(found.values + 1, minlength=num_ids + 2)
-    return found.indices, found.values.long(), count_B
+    sorted_N = found.values.long()
+    return found.indices, sorted_N, count(sorted_N + 1, num_ids + 2)
 
 
 def count(ids_N: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -159,15 +159,38 @@ def token_rows(
         rows_W: host row counts of the payload. Larger than the number of needed rows where they are
             a bound: the rows beyond are padding that no pair names.
     """
-    row_WT = needed_WT.cumsum(1) - 1
     start_W = upload(rows_W.cumsum() - rows_W, token_P.device)
-    total = int(rows_W.sum())
+    token_U, row_P = list_rows(needed_WT, start_W, token_P, rank_P, int(rows_W.sum()))
+    return TokenRows(token_U=token_U, row_P=row_P)
+
+
+@define(
+    "pairs_triton",
+    fake=lambda needed_WT, start_W, token_P, rank_P, total: (
+        token_P.new_empty(total),
+        torch.empty_like(token_P, dtype=torch.int32),
+    ),
+)
+def list_rows(
+    needed_WT: torch.Tensor,
+    start_W: torch.Tensor,
+    token_P: torch.Tensor,
+    rank_P: torch.Tensor,
+    total: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row, int64 ``[total]``, and each pair's row in its message, int32 [P].
+
+    Args:
+        needed_WT: bool, whether a rank needs a token.
+        start_W: int64, where the rows of each rank begin; rows that are not needed name token 0.
+    """
+    row_WT = needed_WT.cumsum(1) - 1
     # Tokens that are not needed all write to one place past the end.
     place_WT = torch.where(needed_WT, row_WT + start_W[:, None], total)
     token_WT = torch.arange(needed_WT.shape[1], device=token_P.device).expand_as(needed_WT)
     token_U = token_P.new_zeros(total + 1)
     token_U[place_WT.reshape(-1)] = token_WT.reshape(-1)
-    return TokenRows(token_U=token_U[:total], row_P=row_WT[rank_P, token_P].to(torch.int32))
+    return token_U[:total].clone(), row_WT[rank_P, token_P].to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

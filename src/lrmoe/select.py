@@ -28,6 +28,7 @@ _KEY_BITS = 48  # of a sort inside the experts; the expert is above them
 STRATUM_BITS = 16
 _FIRST_SIGNS = 16  # by which pairs are sorted before they are chained
 LONGEST_CHAIN = 256  # pairs whose order one chain decides
+_FEWEST_TIE_BITS, _MOST_TIE_BITS = 4, 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +76,19 @@ class Segments:
         """A value per expert -> one per pair."""
         return spread(values_e, self.count_e, self.expert_N.device)
 
-    def sort(self, key_N: torch.Tensor, bits: int = _KEY_BITS) -> torch.Tensor:
-        """Positions that order every run by ascending key, stable; ``0 <= key < 2^bits``."""
+    def sort(
+        self, key_N: torch.Tensor, bits: int = _KEY_BITS, salt_e: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Positions that order every run by ascending key, ``0 <= key < 2^bits``.
+
+        Equal keys keep their order; with salts they are shuffled.
+        """
         whole_N = (self.expert_N << bits) | key_N
-        if len(self.count_e).bit_length() + bits < 32:  # a radix sort of half the passes
+        if salt_e is not None:
+            spare = tie_bits(len(self.count_e), bits)
+            tie_N = _mixed(self.place_N + salt_e[self.expert_N]) >> (32 - spare)
+            whole_N, bits = (whole_N << spare) | tie_N, bits + spare
+        if is_short_key(len(self.count_e), bits):
             whole_N = whole_N.to(torch.int32)
         return torch.sort(whole_N, stable=True).indices
 
@@ -117,24 +127,31 @@ def select_sampled(
         share_probability_e: P(quota >= 1) of a quota that was itself drawn
             (:class:`lrmoe.planner.Plan`); the weight accounts for it.
         stratum_N: int64 in ``[0, 2^STRATUM_BITS)``: pairs with near numbers are alike. As many of
-            any run of them are kept as their probabilities say, to within one.
+            any run of them are kept as their probabilities say, to within one. Those of one
+            stratum are in random order: in that of the text, a sample of every other pair would
+            follow whatever in the text has a period.
         direction_N: int64, from :func:`lrmoe.score.direction`, in place of strata: sorted by their
             first signs and cut into runs of up to 256, in which every pair is followed by the one
             most alike that is left.
     """
     _check_quota(quota_e)
     device = size_N.device
-    if direction_N is None:
-        order_N = _order(segments, generator, stratum_N)
-    else:
+    count_e = segments.device_count_e
+    drawn_2e = torch.randint(0, ONE, (2, len(count_e)), generator=generator, device=device)
+    start_e, salt_e = drawn_2e[0], drawn_2e[1]
+    if direction_N is not None:
         first_N = (direction_N >> (64 - _FIRST_SIGNS)) & ((1 << _FIRST_SIGNS) - 1)
-        order_N = order_runs(first_N, segments.device_count_e, _FIRST_SIGNS)
+        order_N = order_runs(first_N, count_e, _FIRST_SIGNS, salt_e)
         start_c, length_c = even_runs(segments.count_e, LONGEST_CHAIN)
         order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
-    start_e = torch.randint(0, ONE, segments.count_e.shape, generator=generator, device=device)
+    elif stratum_N is not None:
+        order_N = order_runs(stratum_N, count_e, STRATUM_BITS, salt_e)
+    else:
+        key_N = torch.randint(0, 1 << _KEY_BITS, size_N.shape, generator=generator, device=device)
+        order_N = order_runs(key_N, count_e, _KEY_BITS)
     kept_P, weight_P = sample_pairs(
         size_N,
-        segments.device_count_e,
+        count_e,
         upload(quota_e, device),
         order_N,
         start_e,
@@ -145,16 +162,23 @@ def select_sampled(
     return Selection(kept_P=kept_P, weight_P=weight_P.to(_wide(size_N.dtype)))
 
 
-def _order(
-    segments: Segments, generator: torch.Generator, stratum_N: torch.Tensor | None
-) -> torch.Tensor:
-    """In each expert at random, or by stratum and inside one as the pairs come."""
-    count_e = segments.device_count_e
-    if stratum_N is not None:
-        return order_runs(stratum_N, count_e, STRATUM_BITS)
-    shape = (int(segments.count_e.sum()),)
-    key_N = torch.randint(0, 1 << _KEY_BITS, shape, generator=generator, device=count_e.device)
-    return order_runs(key_N, count_e, _KEY_BITS)
+def is_short_key(num_runs: int, bits: int) -> bool:
+    """Whether a key below the number of its run fits into int32: half of a radix sort's passes."""
+    return num_runs.bit_length() + bits < 32
+
+
+def tie_bits(num_runs: int, bits: int) -> int:
+    """Random bits below a key: what an int32 leaves; if that is too little, what an int64 does."""
+    left = 31 - num_runs.bit_length() - bits
+    return left if left >= _FEWEST_TIE_BITS else min(_MOST_TIE_BITS, left + 32)
+
+
+def _mixed(values_N: torch.Tensor) -> torch.Tensor:
+    """32 bits that look random: the finalizer of MurmurHash3, of the low 32 bits; int64."""
+    x = values_N & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def sampling_sizes(score_N: torch.Tensor, segments: Segments, rho: float) -> torch.Tensor:
@@ -180,15 +204,19 @@ def even_runs(count_e: Int, longest: int) -> tuple[Int, Int]:
 
 @define(
     "select_triton",
-    fake=lambda key_N, count_e, bits: torch.empty_like(key_N, dtype=torch.int64),
+    fake=lambda key_N, count_e, bits, salt_e=None: torch.empty_like(key_N, dtype=torch.int64),
 )
-def order_runs(key_N: torch.Tensor, count_e: torch.Tensor, bits: int) -> torch.Tensor:
-    """Positions that order every run of ``count`` pairs by ascending key, stable: int64 [N].
+def order_runs(
+    key_N: torch.Tensor, count_e: torch.Tensor, bits: int, salt_e: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Positions that order every run of ``count`` pairs by ascending key: int64 [N].
 
     Args:
         key_N: int64, ``0 <= key < 2^bits``; with the bits of the number of runs less than 64.
+        salt_e: int64, at random: equal keys are shuffled, up to a few of many; ``None``: they
+            keep their order.
     """
-    return Segments(count_e.cpu().numpy(), count_e.device).sort(key_N, bits)
+    return Segments(count_e.cpu().numpy(), count_e.device).sort(key_N, bits, salt_e)
 
 
 @define("select_triton", fake=torch.empty_like)
@@ -390,14 +418,33 @@ def systematic_sample(
 
 def blocks(start_b: Int, length_b: Int, device: torch.device) -> torch.Tensor:
     """Positions of consecutive runs: ``start[0], start[0]+1, ..., start[1], ...`` (int64)."""
-    shift_n = spread(start_b - (length_b.cumsum() - length_b), length_b, device)
-    return shift_n + torch.arange(shift_n.shape[0], device=device)
+    end_b = length_b.cumsum()
+    shift_b = upload(start_b - (end_b - length_b), device)
+    return spread_runs(shift_b, upload(end_b, device), int(length_b.sum()), True)
 
 
 def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -> torch.Tensor:
     """Each value as often as its run is long. The total is known: no device sync."""
-    lengths = upload(length_b, device)
-    return upload(values_b, device).repeat_interleave(lengths, output_size=int(length_b.sum()))
+    ends = upload(length_b.cumsum(), device)
+    return spread_runs(upload(values_b, device), ends, int(length_b.sum()), False)
+
+
+@define(
+    "pairs_triton",
+    fake=lambda values_b, end_b, total, is_counting: values_b.new_empty(total),
+)
+def spread_runs(
+    values_b: torch.Tensor, end_b: torch.Tensor, total: int, is_counting: bool
+) -> torch.Tensor:
+    """Each run's value at all of its places: ``[total]``.
+
+    Args:
+        end_b: int64, where the runs end that are laid end to end; the last at ``total``.
+        is_counting: add the place (values are int64 then).
+    """
+    length_b = end_b.diff(prepend=end_b.new_zeros(1))
+    value_N = values_b.repeat_interleave(length_b, output_size=total)
+    return value_N + torch.arange(total, device=value_N.device) if is_counting else value_N
 
 
 def _units(size_N: torch.Tensor) -> torch.Tensor:

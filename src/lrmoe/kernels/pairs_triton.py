@@ -17,6 +17,7 @@ import triton.language as tl
 _IDS_PER_PROGRAM = 128  # which are compared with one another
 _KINDS_AT_ONCE = 64
 _PAIRS_PER_PROGRAM = 1024
+_TOKENS_AT_ONCE = 2048
 
 
 def counting_sort(
@@ -41,6 +42,52 @@ def counting_sort(
         ids_N, count_Bb, end_Bb, order_N, sorted_N, N, num_ids, num_blocks, BLOCK=_IDS_PER_PROGRAM
     )
     return order_N, sorted_N, count_Bb.sum(1)
+
+
+def list_rows(
+    needed_WT: torch.Tensor,
+    start_W: torch.Tensor,
+    token_P: torch.Tensor,
+    rank_P: torch.Tensor,
+    total: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`lrmoe.pairs.list_rows`. One program per rank passes over the tokens' flags once."""
+    W, T = needed_WT.shape
+    token_U = token_P.new_zeros(total)  # padding rows name token 0
+    row_P = torch.empty_like(token_P, dtype=torch.int32)
+    if T == 0:
+        return token_U, row_P
+    row_WT = torch.empty(W, T, dtype=torch.int32, device=token_P.device)
+    _scan[(W,)](
+        needed_WT.contiguous().view(torch.uint8),
+        start_W,
+        token_U,
+        row_WT,
+        T,
+        BLOCK=_TOKENS_AT_ONCE,
+    )
+    if len(token_P):
+        grid = (triton.cdiv(len(token_P), _PAIRS_PER_PROGRAM),)
+        _rows[grid](row_WT, token_P, rank_P, row_P, len(token_P), T, BLOCK=_PAIRS_PER_PROGRAM)
+    return token_U, row_P
+
+
+def spread_runs(
+    values_b: torch.Tensor, end_b: torch.Tensor, total: int, is_counting: bool
+) -> torch.Tensor:
+    """:func:`lrmoe.select.spread_runs`. Every program finds its places among the ends."""
+    value_N = values_b.new_empty(total)
+    if total:
+        _spread[(triton.cdiv(total, _PAIRS_PER_PROGRAM),)](
+            values_b,
+            end_b,
+            value_N,
+            len(end_b),
+            total,
+            COUNTS=is_counting,
+            BLOCK=_PAIRS_PER_PROGRAM,
+        )
+    return value_N
 
 
 def pack_kept(
@@ -80,7 +127,7 @@ def _count(ids, counts, num, num_ids, num_blocks, BLOCK: tl.constexpr, KINDS: tl
     is_inside = place < num
     kind = tl.where(is_inside, _kind(ids, place, is_inside, num_ids), -1)
     for start in range(0, num_ids + 2, KINDS):
-        some = start + tl.arange(0, KINDS)
+        some = start + tl.arange(0, KINDS).to(tl.int64)
         count = tl.sum((kind[:, None] == some[None, :]).to(tl.int64), 0)
         tl.store(counts + some * num_blocks + b, count, mask=some < num_ids + 2)
 
@@ -100,6 +147,51 @@ def _place(ids, counts, ends, order, ordered, num, num_ids, num_blocks, BLOCK: t
     target = end - count + before
     tl.store(order + target, place, mask=is_inside)
     tl.store(ordered + target, kind - 1, mask=is_inside)
+
+
+@triton.jit
+def _scan(needed, starts, tokens, rows, num_tokens, BLOCK: tl.constexpr):
+    w = tl.program_id(0).to(tl.int64)
+    row = tl.load(starts + w) * 0
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        is_inside = token < num_tokens
+        flag = tl.load(needed + w * num_tokens + token, mask=is_inside, other=0).to(tl.int64)
+        place = row + tl.cumsum(flag, 0) - 1
+        tl.store(rows + w * num_tokens + token, place.to(tl.int32), mask=is_inside)
+        tl.store(tokens + tl.load(starts + w) + place, token.to(tl.int64), mask=flag != 0)
+        row += tl.sum(flag, 0)
+
+
+@triton.jit
+def _rows(rows, tokens, ranks, found, num, num_tokens, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = entry < num
+    rank = tl.load(ranks + entry, mask=is_inside, other=0)
+    token = tl.load(tokens + entry, mask=is_inside, other=0)
+    row = tl.load(rows + rank * num_tokens + token, mask=is_inside, other=0)
+    tl.store(found + entry, row, mask=is_inside)
+
+
+@triton.jit
+def _spread(values, ends, spread, num_runs, num, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < num
+    # The first run that ends after the place, by bisection: all before it end at it or before.
+    low = place * 0
+    high = low + num_runs
+    width = num_runs
+    while width > 0:
+        middle = (low + high) // 2
+        is_open = low < high
+        is_past = tl.load(ends + middle, mask=is_inside & is_open, other=0) <= place
+        low = tl.where(is_open & is_past, middle + 1, low)
+        high = tl.where(is_open & (is_past == 0), middle, high)
+        width = width // 2
+    value = tl.load(values + low, mask=is_inside, other=0)
+    if COUNTS:
+        value += place
+    tl.store(spread + place, value, mask=is_inside)
 
 
 @triton.jit

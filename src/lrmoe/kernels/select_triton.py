@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lrmoe.select import LONGEST_CHAIN, STRATUM_BITS
+from lrmoe.select import LONGEST_CHAIN, STRATUM_BITS, is_short_key, tie_bits
 
 _LARGEST_BLOCK = 2048
 _WARPS = 8
@@ -28,16 +28,21 @@ _SHIFT = tl.constexpr(64 - STRATUM_BITS)  # to the first signs of a direction
 _FIRST_SIGNS = tl.constexpr((1 << STRATUM_BITS) - 1)
 
 
-def order_runs(key_N: torch.Tensor, count_e: torch.Tensor, bits: int) -> torch.Tensor:
+def order_runs(
+    key_N: torch.Tensor, count_e: torch.Tensor, bits: int, salt_e: torch.Tensor | None = None
+) -> torch.Tensor:
     """:func:`lrmoe.select.order_runs`. One sort, of 32-bit keys where they are wide enough."""
-    is_short = len(count_e).bit_length() + bits < 32  # a radix sort of half the passes
+    spare = 0 if salt_e is None else tie_bits(len(count_e), bits)
+    is_short = is_short_key(len(count_e), bits + spare)
     whole_N = torch.empty_like(key_N, dtype=torch.int32 if is_short else torch.int64)
     if len(count_e) and len(key_N):
         _whole_keys[(len(count_e),)](
             key_N,
             count_e,
+            count_e if salt_e is None else salt_e,
             whole_N,
             bits,
+            spare,
             RUNS=_runs(count_e),
             BLOCK=_block(key_N),
             num_warps=_WARPS,
@@ -162,14 +167,26 @@ def _before(counts, e, RUNS: tl.constexpr):
 
 
 @triton.jit
-def _whole_keys(keys, counts, wholes, bits, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+def _mixed(values):
+    """As :func:`lrmoe.select._mixed`."""
+    x = values & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _whole_keys(keys, counts, salts, wholes, bits, spare, RUNS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0)
     first = _before(counts, e, RUNS)
     count = tl.load(counts + e)
+    salt = tl.load(salts + e)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
         key = tl.load(keys + first + place, mask=place < count, other=0)
         whole = (e.to(tl.int64) << bits) | key
+        tie = _mixed(place + salt) >> (32 - spare)  # nothing without spare bits
+        whole = (whole << spare) | tie
         tl.store(wholes + first + place, whole.to(wholes.dtype.element_ty), mask=place < count)
 
 
