@@ -4,7 +4,7 @@ Shape letters as in ``tests.oracle``: T tokens, D hidden size, K top-k, E expert
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from lrmoe import (
     PairRecord,
     Recalibration,
     experts,
+    select,
     text_code,
     token_losses,
 )
@@ -46,6 +47,35 @@ class Case(NamedTuple):
 
     def on(self, device: torch.device) -> "Case":
         return Case(*(a.to(device) for a in self))
+
+
+class Starts:
+    """In place of :func:`lrmoe.select.sample_pairs`: one start for all experts, and where to cut.
+
+    Between two cuts the sample is the same whatever the start, so that a sum over the stretches is
+    the mean over the starts.
+    """
+
+    def __init__(self):
+        self.now = 0
+        self.cuts: set[int] = set()
+        self._real = select.sample_pairs
+
+    def stretches(self, *cuts: Iterable[int]) -> Iterator[float]:
+        """The share of each stretch, from whose middle samples are drawn meanwhile.
+
+        The cuts are off by a few units: here, probabilities are rounded in another order.
+        """
+        for start, end in itertools.pairwise(sorted({0, select.ONE}.union(self.cuts, *cuts))):
+            self.now = (start + end) // 2
+            yield (end - start) / select.ONE
+
+    def sample_pairs(self, size_N, count_e, quota_e, order_N, start_e, num_kept):
+        segments = select.Segments(count_e.cpu().numpy(), count_e.device)
+        pi_N = select.inclusion_probabilities(size_N, segments, quota_e.cpu().numpy())
+        self.cuts.update((-pi_N[order_N].cumsum(0) % select.ONE).tolist())
+        start_e = torch.full_like(start_e, self.now)
+        return self._real(size_N, count_e, quota_e, order_N, start_e, num_kept)
 
 
 def make_case(

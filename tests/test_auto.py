@@ -6,7 +6,6 @@ W = ranks.
 
 import copy
 import io
-import itertools
 import math
 import pickle
 from fractions import Fraction
@@ -24,7 +23,7 @@ from lrmoe.auto import NUM_SUMS, RATES, NoiseMeter, choose_rate
 from lrmoe.config import UNBIASED_RULES
 from lrmoe.select import Segments, sampling_noise, sampling_sizes
 from tests import oracle
-from tests.layers import TENSORS, make_case, oracle_gradients, run_layer
+from tests.layers import TENSORS, Starts, make_case, oracle_gradients, run_layer
 
 CPU = torch.device("cpu")
 ALWAYS = AutoRate(target=1e9, high=0.5, warmup_steps=0)
@@ -96,22 +95,16 @@ def test_integrated_over_the_start_the_error_of_the_gradient_is_the_predicted_no
     run_layer(case, state=state)
     *noise_A, score = state.noise.state_dict()["sums"]
 
-    real, cuts, start = select.systematic_sample, set(), 0
-
-    def from_start(pi_N, order_N, start_e, segments):
-        starts = pi_N[order_N].cumsum(0) % select.ONE
-        cuts.update((-starts % select.ONE).tolist())
-        return real(pi_N, order_N, torch.full_like(start_e, start), segments)
-
-    monkeypatch.setattr(select, "systematic_sample", from_start)
+    starts = Starts()
+    monkeypatch.setattr(select, "sample_pairs", starts.sample_pairs)
     fixed = Recalibration(rate=rate, selection=selection, draw=draw, scope=scope)
     run_layer(case, fixed)
     exact = oracle_gradients(case, torch.ones_like(case.p))["down"]
     error = 0.0
-    for start, end in itertools.pairwise(sorted({*cuts, 0, select.ONE})):
+    for share in starts.stretches():
         drawn = run_layer(case, fixed).grads["down"]
-        error += (drawn - exact).square().sum().item() * (end - start) / select.ONE
-    assert len(cuts) > 1
+        error += (drawn - exact).square().sum().item() * share
+    assert len(starts.cuts) > 1
     assert noise_A[RATES.index(Fraction(str(rate)))] == pytest.approx(error, rel=1e-5)
     assert score == pytest.approx(exact.square().sum().item(), rel=1e-9)
 

@@ -22,7 +22,7 @@ from lrmoe.kernels.gated import (
     gated_forward_reference,
 )
 from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
-from lrmoe.kernels.rows import gather_rows, sum_rows
+from lrmoe.kernels.rows import gather_rows, row_norm_sq, sum_rows
 from tests.errors import relative_error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -388,3 +388,33 @@ def test_scratch_is_reused_grows_and_can_be_given_back():
 def test_deterministic_mode_poisons_scratch_instead_of_reusing_it():
     tensor = scratch.scratch("a", (4,), torch.float32, torch.device("cpu"))
     assert tensor.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (37, 513)])
+def test_row_norms_equal_float64(dtype, shape):
+    rows_TD = torch.randn(shape, dtype=torch.float64).to(dtype)
+    norm_sq_T, is_bad_T = row_norm_sq(rows_TD)
+    assert norm_sq_T.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(
+        norm_sq_T.double(), rows_TD.double().square().sum(1), rtol=1e-6, atol=0
+    )
+    assert is_bad_T.dtype == torch.bool
+    assert not is_bad_T.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_row_norms_tell_what_is_not_finite_from_what_is_large(dtype):
+    rows_TD = torch.ones(6, 70, dtype=dtype)
+    rows_TD[0, 69], rows_TD[1, 0], rows_TD[2, 33] = float("inf"), -float("inf"), float("nan")
+    rows_TD[3] = torch.finfo(dtype).max
+    rows_TD[4] = -rows_TD[3]
+    norm_sq_T, is_bad_T = row_norm_sq(rows_TD)
+    assert is_bad_T.tolist() == [True, True, True, False, False, False]
+    assert norm_sq_T[5] == 70
+    assert (norm_sq_T[3:5] > 1e9).all()
+    # Columns of a wider tensor, whose rows are not dense.
+    wide_TD = torch.cat([rows_TD, rows_TD], dim=1)[:, ::2]
+    assert torch.equal(
+        row_norm_sq(wide_TD)[1], torch.tensor([False, True, False, False, False, False])
+    )

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import pickle
 import warnings
 from contextlib import nullcontext
@@ -41,6 +40,7 @@ from tests.layers import (
     RULES,
     TENSORS,
     TOLERANCE,
+    Starts,
     all_configs,
     expected_kept,
     expected_weights,
@@ -1042,14 +1042,8 @@ def test_integrated_over_the_start_the_gradient_is_the_exact_one(
     selection, draw, strata, router_grad, rate, scope, monkeypatch
 ):
     # The draws of different experts may share a start: the gradient is linear in the weights.
-    real, cuts, start = select.systematic_sample, set(), 0
-
-    def from_start(pi_N, order_N, start_e, segments):
-        starts = pi_N[order_N].cumsum(0) % select.ONE
-        cuts.update((-starts % select.ONE).tolist())
-        return real(pi_N, order_N, torch.full_like(start_e, start), segments)
-
-    monkeypatch.setattr(select, "systematic_sample", from_start)
+    starts = Starts()
+    monkeypatch.setattr(select, "sample_pairs", starts.sample_pairs)
     case = make_case(num_tokens=10, top_k=3)
     config = Recalibration(
         rate=rate,
@@ -1060,15 +1054,14 @@ def test_integrated_over_the_start_the_gradient_is_the_exact_one(
         router_grad=router_grad,
     )
     run_layer(case, config)
-    assert cuts
-    ends = sorted({*cuts, 0, select.ONE})
+    assert starts.cuts
     mean = {name: torch.zeros_like(getattr(case, name)) for name in TENSORS}
     drawn = set()
-    for start, end in itertools.pairwise(ends):
+    for share in starts.stretches():
         run = run_layer(case, config)
         drawn.add(tuple(run.records[0].kept.flatten().tolist()))
         for name in TENSORS:
-            mean[name] += run.grads[name] * ((end - start) / select.ONE)
+            mean[name] += run.grads[name] * share
     assert len(drawn) > 1
     exact = oracle_gradients(case, torch.ones_like(case.p))
     for name in TENSORS:
@@ -1151,7 +1144,7 @@ def test_a_first_call_in_a_backward_pass_needs_its_text():
 def test_directions_are_not_worked_out_where_nothing_is_drawn_by_them(settings, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        layer, "direction", lambda grad_TD: calls.append(1) or score.direction(grad_TD)
+        layer, "direction", lambda *a, **b: calls.append(1) or score.direction(*a, **b)
     )
     run_layer(make_case(), Recalibration(rate=0.5))
     assert len(calls) == 1

@@ -17,8 +17,10 @@ def test_directions_are_signs_of_products(dtype, width):
     code_T = direction(rows)
     assert code_T.dtype == torch.int64
     for row, code in zip(rows, code_T.tolist(), strict=True):
-        signs = (row @ _hyperplanes(width, dtype, row.device) > 0).tolist()
+        planes = torch.cat(_hyperplanes(width, dtype, row.device), 1)
+        signs = (row @ planes > 0).tolist()
         assert code % 2**64 == int("".join("01"[sign] for sign in signs), 2)
+    assert torch.equal(direction(rows, is_short=True), code_T & -(1 << 48))
     assert torch.equal(direction(rows * 4), code_T)  # lengths do not matter
 
 
@@ -83,7 +85,8 @@ def test_codes_do_not_depend_on_the_defaults_of_the_process():
             assert torch.equal(direction(rows), want)
         with torch.device("meta"):
             _hyperplanes.cache_clear()
-            assert _hyperplanes(12, torch.float32, rows.device).device == rows.device
+            for planes in _hyperplanes(12, torch.float32, rows.device):
+                assert planes.device == rows.device
     finally:
         torch.set_default_dtype(before)
     _hyperplanes.cache_clear()

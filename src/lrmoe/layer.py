@@ -417,7 +417,8 @@ def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | 
         # Bits beyond those of a text_code would be taken for the expert's.
         return record.text_T.to(record.top_k_index_TK.device) & ((1 << STRATUM_BITS) - 1)
     assert grad_TD is not None
-    return code_of(direction(grad_TD), config.strata)
+    is_short = config.strata == "gradient"  # which looks at the first signs alone
+    return code_of(direction(grad_TD, is_short=is_short), config.strata)
 
 
 def _router_gradient(

@@ -66,13 +66,21 @@ def control_score(
     return token_loss_N
 
 
-def direction(grad_TD: torch.Tensor) -> torch.Tensor:
+def direction(grad_TD: torch.Tensor, *, is_short: bool = False) -> torch.Tensor:
     """Where each row points: int64 [T], the signs of its products with 64 fixed random vectors.
 
     Two rows at an angle differ in a sign with probability angle / pi (Charikar 2002). The first
     sign is the highest bit. Lengths do not matter.
+
+    Args:
+        is_short: the first 16 signs alone, as bits of the same value; the others are 0.
     """
-    return pack_signs(grad_TD @ _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device))
+    first_DB, others_DB = _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)
+    # The first by a product of their own in any case: another's rounding could turn a sign.
+    product_TB = grad_TD @ first_DB
+    if not is_short:
+        product_TB = torch.cat([product_TB, grad_TD @ others_DB], dim=1)
+    return pack_signs(product_TB)
 
 
 @define(
@@ -80,11 +88,18 @@ def direction(grad_TD: torch.Tensor) -> torch.Tensor:
     fake=lambda product_TB: product_TB.new_empty(len(product_TB), dtype=torch.int64),
 )
 def pack_signs(product_TB: torch.Tensor) -> torch.Tensor:
-    """Which of a row's 64 numbers are positive, the first as the highest bit: int64 [T]."""
-    bit_T88 = (product_TB > 0).view(torch.uint8).view(-1, 8, 8)
+    """Which of a row's numbers are positive, the first as the highest bit: int64 [T].
+
+    Args:
+        product_TB: a multiple of 8 numbers a row, 64 at most.
+    """
+    T, B = product_TB.shape
+    bit_Tb8 = (product_TB > 0).view(torch.uint8).view(T, B // 8, 8)
     shift_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=product_TB.device)
-    byte_T8 = (bit_T88 << shift_8).sum(2, dtype=torch.uint8)
-    return byte_T8.flip(1).view(torch.int64).squeeze(1)  # the lowest byte is the first in memory
+    byte_T8 = bit_Tb8.new_zeros(T, 8)
+    # The lowest byte is the first in memory.
+    byte_T8[:, 8 - B // 8 :] = (bit_Tb8 << shift_8).sum(2, dtype=torch.uint8).flip(1)
+    return byte_T8.view(torch.int64).squeeze(1)
 
 
 def text_code(input_ids: torch.Tensor) -> torch.Tensor:
@@ -117,9 +132,13 @@ def _hash(ids: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _hyperplanes(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[D, 64], the same on every rank and in every run."""
+def _hyperplanes(
+    width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[D, 16] and [D, 48], the same on every rank and in every run."""
     # Not of PyTorch, whose default dtype and device the caller may have changed.
     normal_DB = np.random.default_rng(width).standard_normal((width, _SIGNS), dtype=np.float32)
     with torch.inference_mode(False):  # kept for calls outside of it
-        return upload(normal_DB, device).to(dtype)
+        parts = normal_DB[:, :STRATUM_BITS], normal_DB[:, STRATUM_BITS:]
+        first_DB, others_DB = (upload(part_DB, device).to(dtype) for part_DB in parts)
+        return first_DB, others_DB

@@ -273,11 +273,13 @@ def sample_pairs(
         order_N: the order inside each expert in which the probabilities are laid end to end.
         start_e: int64 in ``[0, ONE)``.
     """
-    segments = Segments(count_e.cpu().numpy(), count_e.device)
-    pi_N = inclusion_probabilities(size_N, segments, quota_e.cpu().numpy())
-    kept_N = systematic_sample(pi_N, order_N, start_e, segments)
-    kept_P = torch.nonzero_static(kept_N, size=num_kept).squeeze(1)
-    return kept_P, ONE / pi_N[kept_P].double()
+    from lrmoe.kernels import select_cpu  # compiles with numba on first use
+
+    kept_P = torch.empty(num_kept, dtype=torch.int64)
+    weight_P = torch.empty(num_kept, dtype=torch.float64)
+    arguments = (size_N, count_e, quota_e, order_N, start_e, kept_P, weight_P)
+    select_cpu.sample_pairs(*[tensor.cpu().numpy() for tensor in arguments])
+    return kept_P.to(order_N.device), weight_P.to(order_N.device)
 
 
 @define(
@@ -309,13 +311,12 @@ def chained(
 )
 def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> torch.Tensor:
     """:func:`sampling_sizes` of runs of ``count`` pairs."""
-    segments = Segments(count_e.cpu().numpy(), count_e.device)
-    largest = torch.finfo(torch.float32).max
-    root_N = score_N.double().nan_to_num(largest, largest).clamp_(max=largest).sqrt_()
-    sum_e = root_N.new_zeros(len(segments.count_e)).index_add_(0, segments.expert_N, root_N)
-    mean_N = sum_e[segments.expert_N] / (segments.last_N - segments.start_N + 1)
-    size_N = torch.where(mean_N > 0, root_N / mean_N, 1.0).mul_(1 - rho).add_(rho)
-    return size_N.to(_wide(score_N.dtype))
+    from lrmoe.kernels import select_cpu
+
+    size_N = torch.empty_like(score_N, dtype=_wide(score_N.dtype), device="cpu")
+    scores = score_N.to("cpu", size_N.dtype).numpy()
+    select_cpu.relative_sizes(scores, count_e.cpu().numpy(), rho, size_N.numpy())
+    return size_N.to(score_N.device)
 
 
 def _check_quota(quota_e: Int) -> None:
@@ -398,22 +399,6 @@ def sampling_noise(
     noise_Ae = of_free(units_N) * of_free(score_N / units_N) / room_Ae - of_free(score_N)
     noise_A: torch.Tensor = torch.where(free_Ae < end_e, noise_Ae, 0.0).clamp_(min=0).sum(1)
     return noise_A
-
-
-def systematic_sample(
-    pi_N: torch.Tensor, order_N: torch.Tensor, start_e: torch.Tensor, segments: Segments
-) -> torch.Tensor:
-    """bool [N]: pairs where the running sum of ``pi``, from a random start, passes a whole number.
-
-    Args:
-        order_N: the order inside each expert in which the probabilities are laid end to end.
-        start_e: int64 in ``[0, ONE)``.
-    """
-    step_N = pi_N[order_N]
-    # Experts sum to whole numbers, so one running sum serves them all.
-    end_N = step_N.cumsum(0) + start_e[segments.expert_N]
-    passes_N = (end_N // ONE) > ((end_N - step_N) // ONE)
-    return torch.empty_like(passes_N).index_copy_(0, order_N, passes_N)
 
 
 def blocks(start_b: Int, length_b: Int, device: torch.device) -> torch.Tensor:

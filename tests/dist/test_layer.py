@@ -29,6 +29,7 @@ from tests.layers import (
     TOLERANCE,
     Case,
     Run,
+    Starts,
     all_configs,
     expected_kept,
     gradient_errors,
@@ -882,9 +883,8 @@ def _mean_gradients(rank: int, world_size: int, job: Job) -> dict[str, torch.Ten
 
     Draws of different experts may share a start: the gradient is linear in the weights.
     """
-    now = {"share": 0, "start": 0}
-    cuts: set[int] = set()
-    real = select.systematic_sample
+    now = {"share": 0}
+    starts = Starts()
 
     class Generator:
         """A random generator whose integers are the start of the moment."""
@@ -895,12 +895,8 @@ def _mean_gradients(rank: int, world_size: int, job: Job) -> dict[str, torch.Ten
         def integers(self, low: int, high: np.ndarray) -> np.ndarray:
             return np.minimum(now["share"], high - 1)
 
-    def from_start(pi_N: Any, order_N: Any, start_e: Any, segments: Any) -> torch.Tensor:
-        cuts.update((-(pi_N[order_N].cumsum(0)) % select.ONE).tolist())
-        return real(pi_N, order_N, torch.full_like(start_e, now["start"]), segments)
-
     patch = pytest.MonkeyPatch()
-    patch.setattr(select, "systematic_sample", from_start)
+    patch.setattr(select, "sample_pairs", starts.sample_pairs)
     patch.setattr(planner_quotas.np.random, "Generator", Generator)
     case = local(job.cases[rank], rank, world_size)
     mean = {name: torch.zeros_like(getattr(case, name)) for name in TENSORS}
@@ -908,15 +904,13 @@ def _mean_gradients(rank: int, world_size: int, job: Job) -> dict[str, torch.Ten
     total = int(counts.max())
     assert (counts == total).all()  # so that one start serves every expert
     for now["share"] in range(total):
-        cuts.clear()
+        starts.cuts.clear()
         run_layer(case, job.config, group=dist.group.WORLD)
         everywhere: list = [None] * world_size
-        dist.all_gather_object(everywhere, cuts)
-        ends = sorted({0, select.ONE}.union(*everywhere))
-        for now["start"], end in itertools.pairwise(ends):
+        dist.all_gather_object(everywhere, starts.cuts)
+        for length in starts.stretches(*everywhere):
             run = run_layer(case, job.config, group=dist.group.WORLD)
             for name in TENSORS:
-                length = (end - now["start"]) / select.ONE
                 mean[name] += run.grads[name] * (length / total)
     patch.undo()
     return mean

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from lrmoe.kernels.ops import define
 from lrmoe.kernels.scratch import scratch
 
+# Dtypes as integers, and how far these are from the bits of a float32.
+_BITS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}
+
 
 def gather_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, name: str) -> torch.Tensor:
     """``rows_UD[row_ids_P]`` in the scratch buffer ``name``: valid until the name's next use."""
@@ -44,7 +47,16 @@ def _fake_norms(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @define("rows_triton", fake=_fake_norms)
 def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``|row|^2``, accumulated in float32 (float64 for float64), and which rows are not finite."""
+    """``|row|^2``, accumulated in float32 or wider, and which rows are not finite."""
+    bits = _BITS.get(rows_TD.dtype) if rows_TD.device.type == "cpu" else None
+    if bits is not None:
+        from lrmoe.kernels import rows_cpu  # compiles with numba on first use
+
+        norm_sq_T, is_bad_T = _fake_norms(rows_TD)
+        integers, shift = bits
+        rows = rows_TD.detach().contiguous().view(integers).numpy()
+        rows_cpu.row_norm_sq(rows, shift, norm_sq_T.numpy(), is_bad_T.numpy())
+        return norm_sq_T, is_bad_T
     wide_TD = rows_TD.to(torch.promote_types(rows_TD.dtype, torch.float32))
     norm_sq_T = torch.linalg.vecdot(wide_TD, wide_TD)
     # A large finite row may square to infinity; only the entries tell the two apart.

@@ -1,6 +1,6 @@
 """Scores of pairs and signs of directions for GPUs, in Triton; called through ``score``.
 
-Shape letters: T = tokens, N = pairs, B = 64 signs.
+Shape letters: T = tokens, N = pairs, B = signs, 16 or 64.
 """
 
 # mypy: ignore-errors
@@ -12,7 +12,6 @@ import triton.language as tl
 
 _PAIRS_PER_PROGRAM = 1024
 _ROWS_PER_PROGRAM = 16
-_SIGNS = 64
 
 
 def pair_lrm(
@@ -32,12 +31,12 @@ def pair_lrm(
 
 
 def pack_signs(product_TB: torch.Tensor) -> torch.Tensor:
-    """:func:`lrmoe.score.pack_signs`. Reads 64 numbers a token, writes 8 bytes."""
-    T = len(product_TB)
+    """:func:`lrmoe.score.pack_signs`. Reads each number once, writes 8 bytes a token."""
+    T, B = product_TB.shape
     direction_T = torch.empty(T, dtype=torch.int64, device=product_TB.device)
     if T:
         _signs[(triton.cdiv(T, _ROWS_PER_PROGRAM),)](
-            product_TB.contiguous(), direction_T, T, ROWS=_ROWS_PER_PROGRAM, SIGNS=_SIGNS
+            product_TB.contiguous(), direction_T, T, ROWS=_ROWS_PER_PROGRAM, SIGNS=B
         )
     return direction_T
 
@@ -60,4 +59,4 @@ def _signs(products, directions, num, ROWS: tl.constexpr, SIGNS: tl.constexpr):
     product = tl.load(products + row[:, None] * SIGNS + nth[None, :], mask=is_row[:, None])
     sign = (product > 0).to(tl.int64)
     # Each bit once, so their sum is their union; the first is that of the number's sign.
-    tl.store(directions + row, tl.sum(sign << (SIGNS - 1 - nth)[None, :], 1), mask=is_row)
+    tl.store(directions + row, tl.sum(sign << (63 - nth)[None, :], 1), mask=is_row)
