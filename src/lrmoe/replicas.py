@@ -171,6 +171,8 @@ def add_replica_gradients(
     routes = Routes.of(plan, exchange, needed_V)
     if replica_grad_sAB is None:
         sent_nAB = grad_eAB[:0]
+    elif np.array_equal(routes.receive_slot_n, np.arange(len(replica_grad_sAB))):
+        sent_nAB = replica_grad_sAB
     else:
         slot_n = upload(routes.receive_slot_n, grad_eAB.device)
         sent_nAB = replica_grad_sAB.index_select(0, slot_n)
@@ -178,6 +180,8 @@ def add_replica_gradients(
     if len(routes.send_expert_n) == 0:
         return grad_eAB
     expert_u, row_n = np.unique(routes.send_expert_n, return_inverse=True)
+    if len(expert_u) == len(row_n):  # one replica each: a sum of two is rounded once as it is
+        return grad_eAB.index_add_(0, upload(routes.send_expert_n, grad_eAB.device), returned_nAB)
     expert_ids = upload(expert_u, grad_eAB.device)
     parts = torch.cat([grad_eAB.index_select(0, expert_ids), returned_nAB])
     of_part_n = upload(np.concatenate([np.arange(len(expert_u)), row_n]), grad_eAB.device)

@@ -42,7 +42,8 @@ from lrmoe.planner.problem import Int, MemoryCosts, Plan
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
 # Gradients that arrived, their sum in float32 and their copy in float32: five times 16 bits, of one
-# projection at a time, gate_up being two thirds of an expert. Rounded up.
+# projection at a time, gate_up being two thirds of an expert. Rounded up. Where no expert has two
+# replicas it is only what arrived.
 _GRADIENTS_HOME = 4
 
 
