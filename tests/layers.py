@@ -4,10 +4,12 @@ Shape letters as in ``tests.oracle``: T tokens, D hidden size, K top-k, E expert
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,7 @@ from lrmoe import (
     token_losses,
 )
 from lrmoe.config import SCORED_RULES, UNBIASED_RULES
+from lrmoe.kernels import select_cpu
 from tests import oracle
 from tests.errors import relative_error
 
@@ -49,6 +52,30 @@ class Case(NamedTuple):
         return Case(*(a.to(device) for a in self))
 
 
+def drawn_probabilities(size_N, count_e, quota_e, order_N) -> Iterator[list[int]]:
+    """What ``select.sample_pairs`` draws by, in the given order of each expert, as multiples of
+    1 / ONE.
+
+    Who is capped is taken from it; that weights are exact inverses is tested without this.
+    """
+    sizes, order, first = size_N.double().cpu().numpy(), order_N.tolist(), 0
+    for count, quota in zip(count_e.tolist(), quota_e.tolist(), strict=True):
+        units = np.rint(sizes[first : first + count] * 2**20).astype(np.int64).clip(1, 2**40 - 1)
+        least, spared, num_capped, rest = select_cpu._capped(units, quota)
+        pi, running, before = [], 0, 0
+        for place in order[first : first + count]:
+            if units[place - first] >= least and place - first != spared:
+                pi.append(select.ONE)
+                continue
+            running += int(units[place - first])
+            share = float(running) / float(max(rest, 1))
+            end = math.floor(share * float((quota - num_capped) * select.ONE) + 0.5)
+            pi.append(end - before)
+            before = end
+        yield pi
+        first += count
+
+
 class Starts:
     """In place of :func:`lrmoe.select.sample_pairs`: one start for all experts, and where to cut.
 
@@ -62,18 +89,14 @@ class Starts:
         self._real = select.sample_pairs
 
     def stretches(self, *cuts: Iterable[int]) -> Iterator[float]:
-        """The share of each stretch, from whose middle samples are drawn meanwhile.
-
-        The cuts are off by a few units: here, probabilities are rounded in another order.
-        """
+        """The share of each stretch, from whose middle samples are drawn meanwhile."""
         for start, end in itertools.pairwise(sorted({0, select.ONE}.union(self.cuts, *cuts))):
             self.now = (start + end) // 2
             yield (end - start) / select.ONE
 
     def sample_pairs(self, size_N, count_e, quota_e, order_N, start_e, num_kept):
-        segments = select.Segments(count_e.cpu().numpy(), count_e.device)
-        pi_N = select.inclusion_probabilities(size_N, segments, quota_e.cpu().numpy())
-        self.cuts.update((-pi_N[order_N].cumsum(0) % select.ONE).tolist())
+        for pi in drawn_probabilities(size_N, count_e, quota_e, order_N):
+            self.cuts.update(-total % select.ONE for total in itertools.accumulate(pi))
         start_e = torch.full_like(start_e, self.now)
         return self._real(size_N, count_e, quota_e, order_N, start_e, num_kept)
 

@@ -26,6 +26,7 @@ from lrmoe.select import (
     spread,
 )
 from tests import oracle
+from tests.layers import drawn_probabilities
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -228,14 +229,15 @@ def test_integrated_over_the_start_every_pair_is_kept_with_one_over_its_weight_e
         assert weight_P[0] == 1
         return (kept_P[1:] - 1).tolist(), (ONE / weight_P[1:]).round().long().tolist()
 
-    pi, near_N = {}, inclusion_probabilities(size_N, segments, quotas)[1:]
+    pi = {}
+    arguments = size_N, segments.device_count_e, torch.from_numpy(quotas), order_N
+    _, near, _ = drawn_probabilities(*arguments)  # for where to look; the weights say what they are
+    near = [Fraction(near[order.index(i)], ONE) for i in range(len(scores))]
     upper = Fraction(0)
-    for length, _ in oracle.integrate_over_start(
-        [Fraction(p, ONE) for p in near_N.tolist()], order
-    ):
+    for length, _ in oracle.integrate_over_start(near, order):
         pi |= dict(zip(*draw(upper + length / 2), strict=True)) if length else {}
         upper += length
-    pi = [Fraction(pi[i], ONE) for i in range(len(scores))]
+    pi = [Fraction(pi.get(i, 0), ONE) for i in range(len(scores))]  # of next to no size: never
     assert sum(pi) == quota
     reached, upper = [Fraction(0)] * len(scores), Fraction(0)
     for length, picked in oracle.integrate_over_start(pi, order):
@@ -425,3 +427,16 @@ def test_segments_of_experts_without_pairs():
         keep_everything(0, nothing),
     ):
         assert selection.kept_P.tolist() == selection.weight_P.tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_sizes_may_have_any_dtype_and_need_a_gradient(dtype):
+    segments = Segments(np.array([6, 0, 2]), CPU)
+    score_N = torch.arange(8.0).to(dtype).requires_grad_()
+    size_N = sampling_sizes(score_N, segments, 0.1)
+    assert size_N.dtype == torch.promote_types(dtype, torch.float32)
+    sizes = score_N + 1
+    chosen = select_sampled(sizes, segments, np.array([3, 0, 2]), torch.Generator().manual_seed(0))
+    assert len(chosen.kept_P) == 5
+    assert chosen.weight_P.dtype == size_N.dtype
+    assert chosen.weight_P[3:].tolist() == [1, 1]

@@ -91,7 +91,7 @@ def pack_signs(product_TB: torch.Tensor) -> torch.Tensor:
     """Which of a row's numbers are positive, the first as the highest bit: int64 [T].
 
     Args:
-        product_TB: a multiple of 8 numbers a row, 64 at most.
+        product_TB: 16 or 64 numbers a row.
     """
     T, B = product_TB.shape
     bit_Tb8 = (product_TB > 0).view(torch.uint8).view(T, B // 8, 8)

@@ -277,8 +277,9 @@ def sample_pairs(
 
     kept_P = torch.empty(num_kept, dtype=torch.int64)
     weight_P = torch.empty(num_kept, dtype=torch.float64)
-    arguments = (size_N, count_e, quota_e, order_N, start_e, kept_P, weight_P)
-    select_cpu.sample_pairs(*[tensor.cpu().numpy() for tensor in arguments])
+    wide_N = size_N.to(_wide(size_N.dtype))
+    arguments = (wide_N, count_e, quota_e, order_N, start_e, kept_P, weight_P)
+    select_cpu.sample_pairs(*[tensor.detach().cpu().numpy() for tensor in arguments])
     return kept_P.to(order_N.device), weight_P.to(order_N.device)
 
 
@@ -314,7 +315,7 @@ def relative_sizes(score_N: torch.Tensor, count_e: torch.Tensor, rho: float) -> 
     from lrmoe.kernels import select_cpu
 
     size_N = torch.empty_like(score_N, dtype=_wide(score_N.dtype), device="cpu")
-    scores = score_N.to("cpu", size_N.dtype).numpy()
+    scores = score_N.detach().to("cpu", size_N.dtype).numpy()
     select_cpu.relative_sizes(scores, count_e.cpu().numpy(), rho, size_N.numpy())
     return size_N.to(score_N.device)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import lrmoe
 import lrmoe.state
-from lrmoe import Budget, LayerState, Recalibration
+from lrmoe import Budget, LayerState, Recalibration, select
 from lrmoe.cluster.cost import Rows
 from lrmoe.cluster.exact import planned_problem, replay_pairs, totals
 from lrmoe.cluster.trace import Recorder, TraceInfo, join, read_trace, write_trace
@@ -163,7 +163,7 @@ def test_directions_reach_the_draw_beside_their_own_pairs(run, strata, monkeypat
     """Over both ranks in global scope; at each instance of a rank with replicas."""
     directory, _ = run
     # Of tokens with one place the first comes first, and not one at random.
-    monkeypatch.setattr(torch, "randint", lambda low, high, size, **_: torch.full(size, low))
+    monkeypatch.setattr(select, "_mixed", torch.zeros_like)
     config = CONFIGS.index(Recalibration(rate=0.4, strata=strata, scope="global"))
     trace, found = read_trace(directory / f"{config}.parquet"), []
     for calls, replay in of_calls(trace):

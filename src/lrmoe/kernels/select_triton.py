@@ -88,8 +88,7 @@ def sample_pairs(
     """:func:`lrmoe.select.sample_pairs`.
 
     The run is read once per round of capping (two or three where no pair dominates), and three
-    times more. Free pairs' probabilities are rounded in the given order, by one unit in 2^40 at
-    most otherwise than in the reference.
+    times more. Operation by operation as on CPUs, so products and sums must not be fused.
     """
     kept_P = order_N.new_empty(num_kept)
     weight_P = order_N.new_empty(num_kept, dtype=torch.float64)
@@ -107,6 +106,7 @@ def sample_pairs(
         RUNS=_runs(count_e),
         BLOCK=_block(size_N),
         num_warps=_WARPS,
+        enable_fp_fusion=False,
     )
     return kept_P, weight_P
 
