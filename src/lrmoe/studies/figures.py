@@ -124,8 +124,8 @@ def _color(rule: str) -> str:
 
 def _finalists(finals: Sequence[dict[str, Any]]) -> Figure:
     """The default rule after long runs: every seed, the mean, and its 95 % bound."""
-    figure, (axes,) = _panels(1, width=9.6, height=3.8)
     protocols = compared_protocols(finals)
+    figure, (axes,) = _panels(1, width=max(9.6, 2.4 * len(protocols)), height=3.8)
     for comparison in sorted(finals, key=lambda c: c["arm"].recalibration.rate):
         rate, rule = comparison["arm"].recalibration.rate, rule_name(comparison["arm"])
         is_low, is_old = rate <= _LOW_RATE, rule == FINAL_RULES[1]
