@@ -168,15 +168,18 @@ def selection(problem: Problem) -> list[Kernel]:
     generator = torch.Generator(device).manual_seed(3)
     score_N = torch.rand(size.num_pairs, generator=generator, device=device).square_()
     size_N = sampling_sizes(score_N, segments, 0.1)
-    code_N = direction(problem.grad_TD)[pairs.token_N]
+    code_T = direction(problem.grad_TD)
+    code_N, place_N = code_T[pairs.token_N], gray_place(code_T)[pairs.token_N]
     runs: dict[str, Callable[[], Any]] = {
-        "direction": lambda: direction(problem.grad_TD),
+        "direction": lambda: direction(problem.grad_TD, is_short=True),
+        "direction, all signs": lambda: direction(problem.grad_TD),
+        "gray_place": lambda: gray_place(code_T),
         "sort_pairs": lambda: sort_pairs(problem.expert_TK, problem.size.experts),
         "Segments": lambda: Segments(counts_E, device),
         "sampling_sizes": lambda: sampling_sizes(score_N, segments, 0.1),
         "select_sampled": lambda: select_sampled(size_N, segments, quota_E, generator),
         "select_sampled, strata": lambda: select_sampled(
-            size_N, segments, quota_E, generator, None, gray_place(code_N)
+            size_N, segments, quota_E, generator, None, place_N
         ),
         "select_sampled, neighbors": lambda: select_sampled(
             size_N, segments, quota_E, generator, None, None, code_N

@@ -35,6 +35,7 @@ STAGES = (
     (layer, "sort_pairs"),
     (layer, "row_norm_sq"),
     (layer, "direction"),
+    (layer, "code_of"),
     (layer, "pair_lrm"),
     (layer, "choose_pairs"),
     (dispatch, "announce_kept"),

@@ -92,7 +92,7 @@ def kept_pairs(
     """
     rows = groups(announced.order, announced.kept_WV, plan, exchange)
     num_rows = int(announced.splits.receive_rows_W.sum())
-    gate_up_row_P: torch.Tensor | None = None  # in their own order
+    gate_up_row_P: torch.Tensor | None = None  # None: in their own order
     if row_R is None:
         x_row_P = announced.row_P
     elif announced.moved_x_UD is None:
@@ -121,14 +121,12 @@ def kept_pairs(
                 0, moved_M, len(gate_up_R2F) + _arange(moved_M)
             )
             gate_up_R2F = _from_both(gate_up_R2F, moved_gate_up, source_P)
+    if gate_up_R2F is None or gate_up_row_P is None:
+        gate_up_row_P = _arange(announced.row_P)
     kept = compute.KeptPairs(
         row_P=announced.row_P,
         x_row_P=x_row_P,
-        gate_up_row_P=(
-            _arange(announced.row_P)
-            if gate_up_R2F is None or gate_up_row_P is None
-            else gate_up_row_P
-        ),
+        gate_up_row_P=gate_up_row_P,
         coef_P=announced.coef_P,
         groups=rows,
     )

@@ -453,14 +453,11 @@ def _gather_counts(
         pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
     )
     said = upload(np.array([*held, _node(), needs], np.int64), device)
+    gathered = exchange.all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
     # Ids of no expert, below and above, come first and last of the counts.
-    below_E_above = pairs.count_B
-    gathered = exchange.all_gather_counts(torch.cat([below_E_above, rows_W, *noise, said]))
-    counts_WE, outside_W = (
-        gathered[:, 1 : 1 + num_experts],
-        gathered[:, 0] + gathered[:, num_experts + 1],
-    )
-    needs_W = gathered[:, -1]
+    first = num_experts + 2
+    counts_WE = gathered[:, 1 : first - 1]
+    outside_W, needs_W = gathered[:, 0] + gathered[:, first - 1], gathered[:, -1]
     if outside_W.min() < 0:
         raise ValueError(
             "the arguments of another rank were refused, whose message says why; ranks: "
@@ -477,7 +474,6 @@ def _gather_counts(
             f"hidden_states, 4 for top_k_weights, 8 for gate_up_proj, 16 for down_proj: "
             f"{needs_W.tolist()}); all ranks must do the same"
         )
-    first = num_experts + 2
     rows_WW, noise_WB = gathered[:, first : first + W], gathered[:, first + W : -5]
     return counts_WE, rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
 

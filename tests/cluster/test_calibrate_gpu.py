@@ -19,7 +19,8 @@ ABOUT = {
 STAGES = {
     "sort_pairs": 0.02,
     "announce_kept": 0.03,
-    "direction": 0.01,
+    "direction": 0.006,
+    "code_of": 0.004,
     "pair_lrm": 0.01,
     "choose_pairs": 0.02,
 }

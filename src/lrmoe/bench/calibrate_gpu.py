@@ -36,7 +36,7 @@ _OF_LINKS = ("intra_bytes_per_s", "inter_bytes_per_s", "collective_s")
 _ROW_KERNELS = ("gather_rows", "sum_rows")
 # Stages of the layer's backward pass at C20 that are counted by the pair, not by the row.
 _BOOKKEEPING = ("sort_pairs", "announce_kept")
-_SELECTING = ("direction", "pair_lrm", "choose_pairs")
+_SELECTING = ("direction", "code_of", "pair_lrm", "choose_pairs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
