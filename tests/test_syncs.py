@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lrmoe import LayerState, Recalibration, experts
-from lrmoe.exchange import Exchange
+from lrmoe.exchange import PendingCounts
 from tests.layers import make_case
 
 # What waits on CUDA.
@@ -51,8 +51,8 @@ class Syncs(TorchDispatchMode):
 @pytest.fixture
 def gathered(monkeypatch):
     """Calls that bring counts to the host."""
-    real, calls = Exchange.all_gather_counts, []
-    monkeypatch.setattr(Exchange, "all_gather_counts", lambda *args: calls.append(1) or real(*args))
+    real, calls = PendingCounts.wait, []
+    monkeypatch.setattr(PendingCounts, "wait", lambda self: calls.append(1) or real(self))
     return calls
 
 
@@ -88,6 +88,30 @@ def test_one_rank_waits_for_the_counts_alone(
     # "call_id" is on the host: reading it waits for nothing.
     assert backward.found == ["aten::_local_scalar_dense"]
     assert len(gathered) == 1
+
+
+@pytest.mark.parametrize("router_grad", ["kept", "exact"])
+def test_the_device_has_its_forward_work_before_the_host_waits(router_grad, monkeypatch):
+    """The plan of one rank is made while the experts' products run."""
+    case = make_case(9, hidden=16, width=16, dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
+    real, before = PendingCounts.wait, []
+    launches = Launches()
+    monkeypatch.setattr(
+        PendingCounts, "wait", lambda self: before.extend(launches.found) or real(self)
+    )
+    with launches:
+        experts(
+            leaves[0],
+            case.expert,
+            *leaves[1:],
+            state=LayerState(Recalibration(rate=0.2, router_grad=router_grad)),
+        )
+    products = [name for name in launches.found if "grouped_mm" in name]
+    assert len(products) == 2
+    assert [name for name in before if "grouped_mm" in name] == products
+    if router_grad == "kept":
+        assert before[-1] == "lrmoe::sum_rows"
 
 
 def test_what_waits_is_seen():

@@ -25,6 +25,7 @@ from lrmoe.pairs import (
     counting_sort,
     forward_instances,
     message_order,
+    to_expert_major,
     token_rows,
 )
 from lrmoe.planner.problem import Int, Plan
@@ -117,13 +118,21 @@ class Announced:
 
     def to_kept_order(self, values_M: torch.Tensor) -> torch.Tensor:
         """The order of sending -> the order of the selection."""
-        return MessageOrder(pair_M=self.pair_M, rank_M=values_M).to_expert_major(values_M)
+        return to_expert_major(values_M, self.pair_M)
 
 
 def local_instances(plan: Plan, rank: int) -> slice:
     """The run of instances on a rank."""
     first, end = np.searchsorted(plan.instance_rank_V, [rank, rank + 1])
     return slice(int(first), int(end))
+
+
+def keep_tokens(x_TD: torch.Tensor, p_N: torch.Tensor, pairs: PairTable) -> tuple[Arrived, Splits]:
+    """Of one rank, whose tokens are the rows: nothing travels, and nothing is read on the host."""
+    order = ArrivalOrder(message_R=None, row_shift_R=None, offsets_e=pairs.ends_E)
+    row_R = pairs.token_N.to(torch.int32)
+    splits = Splits.of(0, np.array([[len(p_N)]]), np.array([[len(x_TD)]]))
+    return Arrived(x_UD=x_TD, row_R=row_R, p_R=p_N, order=order), splits
 
 
 def send_tokens(
@@ -134,17 +143,14 @@ def send_tokens(
     plan: Plan,
     splits: Splits,
     exchange: Exchange,
-) -> tuple[Arrived, torch.Tensor | None]:
+) -> tuple[Arrived, torch.Tensor]:
     """Dispatch: a token's row once per rank that computes it, a few bytes for each of its pairs.
 
-    Also returns the token of each row this rank sent, for the way back; ``None``: every token.
+    Also returns the token of each row this rank sent, for the way back.
     """
     device, T = x_TD.device, x_TD.shape[0]
     here = local_instances(plan, exchange.rank)
     order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
-    if exchange.keeps_rows:  # nothing travels
-        row_R = pairs.token_N.to(torch.int32)
-        return Arrived(x_UD=x_TD, row_R=row_R, p_R=p_N, order=order), None
     token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
     needed_WT, _ = count_token_rows(token_M, sending.rank_M, T, exchange.num_ranks)
     assert needed_WT is not None

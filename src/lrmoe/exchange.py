@@ -37,11 +37,15 @@ class Exchange:
 
     def all_gather_counts(self, counts: torch.Tensor) -> Int:
         """int64 [n] on every rank -> [W, n] on the host (device sync)."""
+        return self.start_all_gather_counts(counts).wait()
+
+    def start_all_gather_counts(self, counts: torch.Tensor) -> PendingCounts:
+        """:meth:`all_gather_counts` that goes on while the host launches other work."""
         if self.num_ranks == 1:
-            return counts.cpu().numpy()[None]
+            return PendingCounts(counts[None])
         gathered = counts.new_empty(self.num_ranks * counts.shape[0])
         _all_gather(gathered, counts, group=self.group)
-        return gathered.view(self.num_ranks, -1).cpu().numpy()
+        return PendingCounts(gathered.view(self.num_ranks, -1))
 
     def all_to_all(
         self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]
@@ -87,6 +91,23 @@ class Exchange:
 def as_list(values: Int) -> list[int]:
     """Split sizes as torch.distributed takes them."""
     return [int(v) for v in np.asarray(values)]
+
+
+class PendingCounts:
+    """Numbers on their way to the host."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        # Into pinned memory, so the copy takes its turn on the device and nothing waits for it yet.
+        self._counts = counts.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if counts.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(counts.device))
+
+    def wait(self) -> Int:
+        """The numbers; the host waits for what was launched before they left, not for more."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._counts.numpy()
 
 
 class Pending:

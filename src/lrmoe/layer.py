@@ -41,12 +41,20 @@ from lrmoe.pairs import (
     forward_instances,
     message_order,
     sort_pairs,
+    to_expert_major,
 )
 from lrmoe.recalibrate import choose_pairs, code_of, completed_router_gradient, measure_noise
 from lrmoe.report import Span
 from lrmoe.score import direction, lrm, pair_lrm
 from lrmoe.select import STRATUM_BITS, Selection
-from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank, refuse_call
+from lrmoe.state import (
+    CallRecord,
+    LayerSizes,
+    LayerState,
+    PendingCall,
+    pairs_by_rank,
+    refuse_call,
+)
 
 _ACTIVATIONS: dict[str, Activation | None] = {
     "silu": None,
@@ -130,7 +138,7 @@ def experts(
     ]
     is_differentiable = any(needs_grad)
     pairs = sort_pairs(top_k_index, gate_up_proj.shape[0] * exchange.num_ranks)
-    record = state.begin_call(
+    pending = state.begin_call(
         exchange,
         top_k_index,
         pairs,
@@ -147,24 +155,24 @@ def experts(
         needs_grad=needs_grad,
     )
     # A recomputed call keeps the settings it was made with.
-    exchange.keeps_rows = exchange.num_ranks == 1 and record.config.budget.memory is None
+    exchange.keeps_rows = exchange.num_ranks == 1 and pending.config.budget.memory is None
     call = _Call(
         state=state,
         exchange=exchange,
-        record=record,
-        pairs=pairs,
+        pending=pending,
         act=_ACTIVATIONS[act] if isinstance(act, str) else act,
         is_differentiable=is_differentiable,
         span=span,
     )
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(device_type, enabled=False), scratch_reuse(record.may_keep_scratch):
+    with torch.autocast(device_type, enabled=False), scratch_reuse(pending.may_keep_scratch):
         output_TD: torch.Tensor = _RecalibratedExperts.apply(  # type: ignore[no-untyped-call]
             hidden_states.to(dtype),
             top_k_weights.to(wide),
             gate_up_proj.to(dtype),
             down_proj.to(dtype),
             top_k_index,
+            pairs,
             call,
         )
     return output_TD.to(hidden_states.dtype)
@@ -176,8 +184,7 @@ class _Call:
 
     state: LayerState
     exchange: Exchange
-    record: CallRecord
-    pairs: PairTable
+    pending: PendingCall
     act: Activation | None
     is_differentiable: bool
     span: Span
@@ -189,7 +196,7 @@ def _as_in_forward(backward: Callable[..., Any]) -> Any:
 
     @wraps(backward)
     def run(ctx: Any, grad_TD: torch.Tensor) -> Any:
-        may_keep_scratch = ctx.call.record.may_keep_scratch
+        may_keep_scratch = ctx.call.pending.may_keep_scratch
         with (
             torch.autocast(grad_TD.device.type, enabled=False),
             scratch_reuse(may_keep_scratch),
@@ -208,30 +215,24 @@ class _RecalibratedExperts(torch.autograd.Function):
         gate_up_e2FD: torch.Tensor,
         down_eDF: torch.Tensor,
         top_k_index_TK: torch.Tensor,
+        pairs: PairTable,
         call: _Call,
     ) -> torch.Tensor:
-        state, exchange, record, pairs = call.state, call.exchange, call.record, call.pairs
-        config, plan, T = record.config, record.plan, x_TD.shape[0]
+        state, exchange, config = call.state, call.exchange, call.pending.config
+        T = x_TD.shape[0]
         home = compute.Weights(gate_up_e2FD=gate_up_e2FD, down_eDF=down_eDF)
-        local = local_experts(record, exchange, home, call.act, plan.forward_WV)
         p_N = p_TK.reshape(-1)[pairs.flat_N]
-        pairs_V = plan.forward_WV[exchange.rank]
-        instance_N = forward_instances(plan, pairs_V, x_TD.device)
-        sending = message_order(plan, instance_N, pairs_V, x_TD.device)
-        splits = dispatch.Splits.of(
-            exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW
-        )
         returns_pairs = config.router_grad == "exact" and call.is_differentiable
 
-        arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
+        sent = _dispatch(call, home, x_TD, p_N, pairs)
+        arrived, token_U, splits = sent.arrived, sent.token_U, sent.splits
         scale_R = torch.ones_like(arrived.p_R) if returns_pairs else arrived.p_R
-        rows = groups(arrived.order, plan.forward_WV, plan, exchange)
         work = compute.forward_experts(
             arrived.x_UD,
             arrived.row_R,
             scale_R,
-            rows,
-            local,
+            sent.groups,
+            sent.local,
             returns_pairs=returns_pairs,
             keeps_gate_up=config.save == "activations" and call.is_differentiable,
         )
@@ -239,17 +240,19 @@ class _RecalibratedExperts(torch.autograd.Function):
         y_TKD = None
         if returns_pairs:
             y_MD = dispatch.return_pairs(work.output, arrived.order, splits, exchange)
-            y_ND = sending.to_expert_major(y_MD)
+            y_ND = to_expert_major(y_MD, sent.pair_M)
             y_TKD = torch.empty_like(y_ND).index_copy_(0, pairs.flat_N, y_ND)
             y_TKD = y_TKD.view(*p_TK.shape, x_TD.shape[1])
             output_TD = (y_TKD * p_TK[:, :, None]).sum(1).to(x_TD.dtype)
         else:
             output_TD = dispatch.collect_rows(work.output, token_U, T, splits, exchange)
+        record = call.pending.record()
+        plan, local = record.plan, sent.local
         if not call.is_differentiable:
             return output_TD
 
         h_norm_sq_M = dispatch.return_pairs(work.h_norm_sq_R, arrived.order, splits, exchange)
-        h_norm_sq_N = sending.to_expert_major(h_norm_sq_M)
+        h_norm_sq_N = to_expert_major(h_norm_sq_M, sent.pair_M)
         saved = {
             "call_id": torch.tensor(record.id),
             "p_TK": p_TK,
@@ -404,7 +407,55 @@ class _RecalibratedExperts(torch.autograd.Function):
             lrm_TK = torch.empty_like(lrm_N).index_copy_(0, pairs.flat_N, lrm_N)
             lrm_TK = lrm_TK.view(saved["p_TK"].shape)
             state.recorder.add_pairs(state.layer, record, lrm_TK, grad_TD)
-        return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None
+        return grad_x_TD, grad_p_TK, grad_gate_up, grad_down, None, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """The tokens of a forward pass at their experts."""
+
+    arrived: dispatch.Arrived
+    token_U: torch.Tensor | None  # of each row this rank sent; None: every token
+    pair_M: torch.Tensor | None  # the order of sending; None: expert-major
+    splits: dispatch.Splits
+    groups: compute.Groups
+    local: compute.Experts
+
+
+def _dispatch(
+    call: _Call,
+    home: compute.Weights,
+    x_TD: torch.Tensor,
+    p_N: torch.Tensor,
+    pairs: PairTable,
+) -> _Sent:
+    """Where nothing travels, the plan is not waited for: it is made while the device works."""
+    exchange = call.exchange
+    if exchange.keeps_rows:
+        arrived, splits = dispatch.keep_tokens(x_TD, p_N, pairs)
+        return _Sent(
+            arrived=arrived,
+            token_U=None,
+            pair_M=None,
+            splits=splits,
+            groups=compute.Groups(offsets_e=arrived.order.offsets_e, home_rows=len(p_N)),
+            local=compute.Experts(home=home, replicas=None, act=call.act),
+        )
+    record = call.pending.record()
+    plan, pairs_V = record.plan, record.plan.forward_WV[exchange.rank]
+    local = local_experts(record, exchange, home, call.act, plan.forward_WV)
+    instance_N = forward_instances(plan, pairs_V, x_TD.device)
+    sending = message_order(plan, instance_N, pairs_V, x_TD.device)
+    splits = dispatch.Splits.of(exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW)
+    arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
+    return _Sent(
+        arrived=arrived,
+        token_U=token_U,
+        pair_M=sending.pair_M,
+        splits=splits,
+        groups=groups(arrived.order, plan.forward_WV, plan, exchange),
+        local=local,
+    )
 
 
 def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | None:

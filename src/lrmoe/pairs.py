@@ -35,6 +35,11 @@ class PairTable:
     expert_N: torch.Tensor  # int64; -1 for an id below those of the experts, E for one above
     count_B: torch.Tensor  # int64 [E + 2], pairs by ``expert + 1``
 
+    @property
+    def ends_E(self) -> torch.Tensor:
+        """Inclusive ends of the experts' runs, int32."""
+        return self.count_B[1:-1].cumsum(0, dtype=torch.int32)
+
 
 def sort_pairs(top_k_index_TK: torch.Tensor, num_experts: int) -> PairTable:
     """The pairs of a routing result, sorted by expert; first and last those of no expert."""
@@ -92,11 +97,12 @@ class MessageOrder:
         """Expert-major order -> the order of sending."""
         return values_N if self.pair_M is None else values_N[self.pair_M]
 
-    def to_expert_major(self, values_M: torch.Tensor) -> torch.Tensor:
-        """The order of sending -> expert-major order."""
-        if self.pair_M is None:
-            return values_M
-        return torch.empty_like(values_M).index_copy_(0, self.pair_M, values_M)
+
+def to_expert_major(values_M: torch.Tensor, pair_M: torch.Tensor | None) -> torch.Tensor:
+    """The order of sending -> expert-major order, :attr:`MessageOrder.pair_M` being the first."""
+    if pair_M is None:
+        return values_M
+    return torch.empty_like(values_M).index_copy_(0, pair_M, values_M)
 
 
 def forward_instances(plan: Plan, pairs_V: Int, device: torch.device) -> torch.Tensor | None:

@@ -11,10 +11,11 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from lrmoe.auto import NUM_SUMS, NoiseMeter, choose_rate
 from lrmoe.config import Recalibration
-from lrmoe.exchange import Exchange
+from lrmoe.exchange import Exchange, PendingCounts
 from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_order
 from lrmoe.planner import Budgets, Costs, MemoryCosts, Plan, PlanProblem, plan
 from lrmoe.planner.costs import link_costs
@@ -72,11 +73,6 @@ class CallRecord:
     forward_moment: tuple[dict[str, int], int] | None = None
     """Bytes of this call at its forward peak, and of the other layers then."""
 
-    @property
-    def may_keep_scratch(self) -> bool:
-        """Whether temporaries may keep their memory: not where a budget counts every byte."""
-        return self.config.budget.memory is None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
@@ -88,6 +84,37 @@ class LayerSizes:
     dtype_bytes: int
     cast_bytes: int = 0
     """Of the weights in another dtype, from which those of the call are made (autocast)."""
+
+
+class PendingCall:
+    """A layer call whose counts may still be on their way to the host.
+
+    Args:
+        config: the call's settings.
+        plan_call: waits for the counts and plans.
+    """
+
+    def __init__(self, config: Recalibration, plan_call: Callable[[], CallRecord]) -> None:
+        self.config = config
+        self._plan_call: Callable[[], CallRecord] | None = plan_call
+        self._record: CallRecord | None = None
+
+    @property
+    def may_keep_scratch(self) -> bool:
+        """Whether temporaries may keep their memory: not where a budget counts every byte."""
+        return self.config.budget.memory is None
+
+    def record(self) -> CallRecord:
+        """The call with its plan (the first time one host sync, with replicas two).
+
+        Raises:
+            ValueError: on every rank, if some rank's expert ids are out of range, or the ranks
+                disagree on what needs a gradient.
+        """
+        if self._plan_call is not None:
+            self._record, self._plan_call = self._plan_call(), None  # and with it the pairs
+        assert self._record is not None
+        return self._record
 
 
 class CallRecorder(Protocol):
@@ -180,15 +207,13 @@ class LayerState:
         *,
         is_differentiable: bool,
         needs_grad: Sequence[bool] = (),
-    ) -> CallRecord:
-        """Count, agree and plan (one collective, one host sync), or replay the plan made before.
+    ) -> PendingCall:
+        """Count and agree (one collective), or replay the plan made before.
 
         Args:
             needs_grad: of hidden states, routing weights and the two projections.
 
         Raises:
-            ValueError: on every rank, if some rank's expert ids are out of range, or the ranks
-                disagree on what needs a gradient.
             RuntimeError: on every rank, if a recomputation under activation checkpointing does not
                 route as the first forward did.
         """
@@ -197,7 +222,7 @@ class LayerState:
         if is_differentiable and is_hooked and is_in_backward:
             replayed = self._replay(exchange, top_k_index_TK)
             if replayed is not None:
-                return replayed
+                return PendingCall(replayed.config, lambda: replayed)
         # Frozen experts of one rank are its own business, unless their replicas are elsewhere.
         agreed = needs_grad[:2] if self.config.placement == "fixed" else needs_grad
         needs = sum(1 << i for i, need in enumerate((is_differentiable, *agreed)) if need)
@@ -209,16 +234,49 @@ class LayerState:
         held += (0, 0) if is_alone else self.step_memory.of_later(self.layer)
         device = top_k_index_TK.device
         noise = [self.noise.bits(device)] if self.config.is_auto else []
-        counts_WE, rows_WW, held_3W, node_W, noise_WB = _gather_counts(
+        counts = _start_gather_counts(
             exchange, top_k_index_TK, pairs, sizes.experts, noise, needs, held
         )
+
+        plan_call = partial(
+            self._plan_call,
+            exchange,
+            counts,
+            top_k_index_TK,
+            pairs,
+            shape,
+            is_differentiable=is_differentiable,
+            may_be_recomputed=is_hooked,
+            casts_weights=sizes.cast_bytes > 0,
+        )
+        return PendingCall(self.config, plan_call)
+
+    def _plan_call(
+        self,
+        exchange: Exchange,
+        counts: PendingCounts,
+        top_k_index_TK: torch.Tensor,
+        pairs: PairTable,
+        shape: LayerShape,
+        *,
+        is_differentiable: bool,
+        may_be_recomputed: bool,
+        casts_weights: bool,
+    ) -> CallRecord:
+        counts_WE, rows_WW, held_3W, node_W, noise_WB = _read_counts(counts.wait(), shape.experts)
         started = time.perf_counter()
         if is_differentiable:
             rate = None
             if self.config.is_auto:
                 rate = choose_rate(noise_WB, self.step, self.config.auto)
             problem = self.problem(
-                counts_WE, shape, exchange.group_key, device.type, held_3W, node_W, rate
+                counts_WE,
+                shape,
+                exchange.group_key,
+                top_k_index_TK.device.type,
+                held_3W,
+                node_W,
+                rate,
             )
         else:  # nothing to drop, nothing saved
             problem = PlanProblem(counts_WE=counts_WE, rate=Fraction(0))
@@ -238,9 +296,9 @@ class LayerState:
             shape=shape,
             rows_WW=rows_WW,
             number=next(self._numbers) if is_differentiable else -1,
-            may_be_recomputed=is_hooked,
+            may_be_recomputed=may_be_recomputed,
             text_T=self.text_T if self.config.strata == "text" else None,
-            casts_weights=sizes.cast_bytes > 0,
+            casts_weights=casts_weights,
         )
         if is_differentiable:
             self.tally.add(plan_us=plan_us)
@@ -431,7 +489,7 @@ def _ranks_per_node(node_W: Int) -> int | None:
     return int(sizes[0]) if is_even and len(starts) > 1 else None
 
 
-def _gather_counts(
+def _start_gather_counts(
     exchange: Exchange,
     top_k_index_TK: torch.Tensor,
     pairs: PairTable,
@@ -439,12 +497,8 @@ def _gather_counts(
     noise: list[torch.Tensor],
     needs: int,
     held: list[int],
-) -> tuple[Int, Int, Int, Int, Int]:
-    """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
-
-    Beside them what the ranks say of their memory, [3, W], their nodes, [W], and their noise,
-    [W, B], measured in earlier calls.
-    """
+) -> PendingCounts:
+    """Send what :func:`_read_counts` takes apart."""
     W, device = exchange.num_ranks, top_k_index_TK.device
     home_N = pairs.expert_N
     if not exchange.keeps_rows:
@@ -453,9 +507,17 @@ def _gather_counts(
         pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
     )
     said = upload(np.array([*held, _node(), needs], np.int64), device)
-    gathered = exchange.all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
+    return exchange.start_all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
+
+
+def _read_counts(gathered: Int, num_experts: int) -> tuple[Int, Int, Int, Int, Int]:
+    """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
+
+    Beside them what the ranks say of their memory, [3, W], their nodes, [W], and their noise,
+    [W, B], measured in earlier calls.
+    """
     # Ids of no expert, below and above, come first and last of the counts.
-    first = num_experts + 2
+    W, first = len(gathered), num_experts + 2
     counts_WE = gathered[:, 1 : first - 1]
     outside_W, needs_W = gathered[:, 0] + gathered[:, first - 1], gathered[:, -1]
     if outside_W.min() < 0:

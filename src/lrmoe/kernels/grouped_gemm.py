@@ -135,9 +135,13 @@ def warn_padded() -> None:
 
 
 def _padding(offsets_e: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Expert and place inside the expert of every row, and the longest expert (device sync)."""
-    counts_e = torch.diff(offsets_e, prepend=offsets_e.new_zeros(1)).long()
-    expert_P = torch.repeat_interleave(counts_e, output_size=num_rows)
-    starts_e = offsets_e.long() - counts_e
-    place_P = torch.arange(num_rows, device=offsets_e.device) - starts_e[expert_P]
-    return expert_P, place_P, int(counts_e.max())
+    """Expert and place inside the expert of every row, and the longest expert (device sync).
+
+    Rows beyond the last offset, which is where ids of no expert end up before they are refused,
+    count as the last expert's.
+    """
+    row_P = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
+    last = offsets_e.shape[0] - 1
+    expert_P = torch.searchsorted(offsets_e, row_P, right=True).clamp_(max=last)
+    place_P = row_P - F.pad(offsets_e, (1, 0))[expert_P]
+    return expert_P, place_P, int(place_P.max()) + 1 if num_rows else 0
