@@ -20,7 +20,9 @@ from lrmoe.kernels import (
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-# Types of arguments by name; {x} is the dtype of rows, {i} that of row ids.
+WORDS = {"wide": tl.float32, "tf32": "tf32", "ieee": "ieee"}
+# Types of arguments by name; {x} is the dtype of rows, {i} that of row ids, {b} yes and no, {p} the
+# precision of products.
 TYPES = {
     rows_triton._gather: "rows=*{x} ids=*{i} out=*{x} num_rows=i32 width=i32 ROWS=4 BLOCK=2048",
     rows_triton._count: "ids=*{i} count=*i64 num_ids=i32 BLOCK=1024",
@@ -59,6 +61,14 @@ TYPES = {
     score_triton._lrm: (
         "ps=*fp32 norms=*fp32 tokens=*i64 h_norms=*fp32 scores=*fp32 num=i32 BLOCK=1024"
     ),
+    score_triton._grad_pass: (
+        "rows=*{x} first=*{x} others=*{x} norm_sq=*fp32 is_bad=*u8 codes=*i64 num=i32 width=i32 "
+        "HAS_ALL={b} PRECISION={p} ROWS=16 BLOCK=128"
+    ),
+    score_triton._sums: (
+        "lrms=*fp32 kept=*i64 flags=*u8 parts=*fp64 num_pairs=i32 num_kept=i32 num_tokens=i32 "
+        "BLOCK=1024"
+    ),
     score_triton._signs: "products=*{x} directions=*i64 num=i32 ROWS=16 SIGNS=64",
     select_triton._whole_keys: (
         "keys=*i64 counts=*i64 salts=*i64 wholes=*{i} bits=i32 spare=i32 RUNS=128 BLOCK=2048"
@@ -75,7 +85,7 @@ TYPES = {
     select_triton._top: ("scores=*fp32 counts=*i64 quotas=*i64 kept=*i64 RUNS=128 BLOCK=2048"),
 }
 HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones", "_before",
-           "_kind", "_mixed"}  # fmt: skip
+           "_kind", "_mixed", "_bits", "gray_code"}  # fmt: skip
 
 
 def main() -> None:
@@ -87,14 +97,14 @@ def main() -> None:
         if isinstance(value, triton.JITFunction) and name not in HELPERS
     }
     assert kernels == set(TYPES), "a kernel is missing here"
-    for x, i in (("bf16", "i32"), ("fp32", "i64")):
+    for x, i, b, p in (("bf16", "i32", 1, "tf32"), ("fp32", "i64", 0, "ieee")):
         for kernel, types in TYPES.items():
-            text = types.format(x=x, i=i)
+            text = types.format(x=x, i=i, b=b, p=p)
             signature, constants = {}, {}
             for item in text.split():
                 name, value = item.split("=")
-                if value == "wide" or value.isdigit():
-                    constants[name] = tl.float32 if value == "wide" else int(value)
+                if value in WORDS or value.isdigit():
+                    constants[name] = WORDS[value] if value in WORDS else int(value)
                     signature[name] = "constexpr"
                 else:
                     signature[name] = value

@@ -1144,7 +1144,7 @@ def test_a_first_call_in_a_backward_pass_needs_its_text():
 def test_directions_are_not_worked_out_where_nothing_is_drawn_by_them(settings, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        layer, "direction", lambda *a, **b: calls.append(1) or score.direction(*a, **b)
+        layer, "norms_and_codes", lambda *a: calls.append(1) or score.norms_and_codes(*a)
     )
     run_layer(make_case(), Recalibration(rate=0.5))
     assert len(calls) == 1

@@ -32,10 +32,8 @@ SETTINGS = ((0.0, "backward"), (0.2, "backward"), (0.5, "backward"), (0.2, "forw
 _TOLERANCE = 1e-2
 # What the backward pass of a draw there calls besides the experts' own work, as bench/timing.py.
 STAGES = (
-    (layer, "sort_pairs"),
-    (layer, "row_norm_sq"),
-    (layer, "direction"),
-    (layer, "code_of"),
+    (layer, "restore_pairs"),
+    (layer, "norms_and_codes"),
     (layer, "pair_lrm"),
     (layer, "choose_pairs"),
     (dispatch, "announce_kept"),

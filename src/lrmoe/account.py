@@ -21,6 +21,7 @@ from lrmoe.planner.memory import LayerShape, memory_items
 from lrmoe.planner.problem import Int, Plan
 from lrmoe.replicas import num_local_replicas
 from lrmoe.report import PairRecord, Span
+from lrmoe.score import pair_sums
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerState, pairs_by_rank
 from lrmoe.upload import upload
@@ -123,6 +124,7 @@ def account_backward(
     announced: Announced,
     selection: Selection,
     lrm_N: torch.Tensor,
+    is_bad_T: torch.Tensor,
     grads: Gradients,
     saved: dict[str, torch.Tensor],
     gate_up_R2F: torch.Tensor | None,
@@ -137,13 +139,13 @@ def account_backward(
     tally, plan = state.tally, record.plan
     tally.spans.append(("bwd_ms", span))
     tally.kept(pairs_by_rank(plan, announced.kept_WV).sum(0))
-    tally.score_mass.append((lrm_N[selection.kept_P].sum(), lrm_N.sum()))
+    tally.sums.append(pair_sums(lrm_N, selection.kept_P, is_bad_T))
     is_sent_V = plan.is_replica & (announced.kept_WV.sum(0) > 0)
     is_sent_again = local.replicas is not None and local.replicas.was_sent
     tally.add(
         gemm_rows_bwd=announced.row_P.shape[0],
         payload_rows_bwd=int(rows_to_others(announced.splits.send_rows_W, exchange.rank)),
-        rows_slack=announced.rows_slack,
+        rows_slack=0 if announced.rows_slack is None else announced.rows_slack,
         moved_rows=announced.num_moved,
         bytes_bwd=exchange.take_sent_bytes(),
         moved_weights=int(is_sent_V.sum()) if is_sent_again else 0,

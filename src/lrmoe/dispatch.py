@@ -75,7 +75,7 @@ class Announced:
     row_P: torch.Tensor  # experts: int32 payload row, instance-major
     forward_P: torch.Tensor  # experts: int32 place among the forward pass's pairs; < 0: moved here
     coef_P: torch.Tensor  # experts: routing weight times selection weight
-    rows_slack: torch.Tensor  # padding rows this rank sends to others
+    rows_slack: torch.Tensor | None  # padding rows this rank sends to others; None: none
     num_moved: int  # source: kept pairs that left the instance of their forward pass
     moved_x_UD: torch.Tensor | None  # experts: inputs of the moved pairs' tokens; None: none moved
     moved_row_P: torch.Tensor | None  # experts: int32 row of it, where moved
@@ -318,7 +318,7 @@ def _kept_here(
         num_moved=0,
         moved_x_UD=None,
         moved_row_P=None,
-        rows_slack=row_P.new_zeros((), dtype=torch.int64),
+        rows_slack=None,
     )
 
 

@@ -40,12 +40,13 @@ from lrmoe.pairs import (
     PairTable,
     forward_instances,
     message_order,
+    restore_pairs,
     sort_pairs,
     to_expert_major,
 )
-from lrmoe.recalibrate import choose_pairs, code_of, completed_router_gradient, measure_noise
+from lrmoe.recalibrate import choose_pairs, completed_router_gradient, measure_noise
 from lrmoe.report import Span
-from lrmoe.score import direction, lrm, pair_lrm
+from lrmoe.score import lrm, norms_and_codes, pair_lrm
 from lrmoe.select import STRATUM_BITS, Selection
 from lrmoe.state import (
     CallRecord,
@@ -267,7 +268,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 # Of the LRM what is known here.
                 known_N = lrm(p_N, torch.ones_like(p_N), h_norm_sq_N)
                 record.selection = choose_pairs(
-                    p_N, known_N, None, pairs, record, state, exchange, _strata(record, None)
+                    p_N, known_N, None, pairs, record, state, exchange, _text_codes(record)
                 )
             announced = dispatch.announce_kept(
                 record.selection, x_TD, p_N, pairs, plan, splits, T, config.rows, exchange
@@ -285,7 +286,10 @@ class _RecalibratedExperts(torch.autograd.Function):
             saved |= announced.tensors()
             record.kept_host = (announced.kept_WV, announced.splits, announced.num_moved)
         else:
-            saved["row_R"] = arrived.row_R
+            if exchange.keeps_rows:  # the order of the pairs, from which their rows follow
+                saved["flat_N"] = pairs.flat_N.to(torch.int32)
+            else:
+                saved["row_R"] = arrived.row_R
             if not plan.backward_is_forward:
                 saved["x_TD"] = x_TD  # the inputs of pairs that move travel in the backward pass
         saved["x_UD"] = x_UD
@@ -322,9 +326,18 @@ class _RecalibratedExperts(torch.autograd.Function):
         config, plan, T = record.config, record.plan, grad_TD.shape[0]
         span = Span(grad_TD.device, exchange.num_ranks, is_timed=state.is_timed)
         home = compute.Weights(gate_up_e2FD=saved["gate_up_e2FD"], down_eDF=saved["down_eDF"])
-        pairs = sort_pairs(saved["top_k_index_TK"], len(plan.quota_E))
+        if "flat_N" in saved:
+            pairs = restore_pairs(saved["flat_N"], saved["top_k_index_TK"])
+            row_R: torch.Tensor | None = pairs.token_N
+        else:
+            pairs = sort_pairs(saved["top_k_index_TK"], len(plan.quota_E))
+            row_R = saved.get("row_R")
         p_N = saved["p_TK"].reshape(-1)[pairs.flat_N]
-        grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
+        code_T = None
+        if "row_P" not in saved and _draws_by_gradient(record):
+            grad_norm_sq_T, is_bad_T, code_T = norms_and_codes(grad_TD, config.strata)
+        else:
+            grad_norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
         lrm_N = pair_lrm(p_N, grad_norm_sq_T, pairs.token_N, saved["h_norm_sq_N"])
 
         if "row_P" in saved:  # drawn in the forward pass
@@ -342,7 +355,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 record,
                 state,
                 exchange,
-                _strata(record, grad_TD),
+                _text_codes(record) if code_T is None else code_T,
             )
             announced = dispatch.announce_kept(
                 selection, saved.get("x_TD"), p_N, pairs, plan, ctx.splits, T, config.rows, exchange
@@ -351,7 +364,7 @@ class _RecalibratedExperts(torch.autograd.Function):
         local = local_experts(record, exchange, home, act, announced.kept_WV)
         kept, x_UD, gate_up_R2F = kept_pairs(
             announced,
-            saved.get("row_R"),
+            row_R,
             saved["x_UD"],
             saved.get("gate_up_R2F"),
             plan,
@@ -382,7 +395,6 @@ class _RecalibratedExperts(torch.autograd.Function):
             grad_p_TK = _router_gradient(config, saved, grad_TD, pairs, selection, inner_P)
         grad_gate_up, grad_down = gradients_home(grads, plan, announced.kept_WV, exchange)
         span.stop()
-        state.tally.add(nonfinite_tokens=is_bad_T.sum())
         if config.is_auto:
             noise_B = measure_noise(p_N, lrm_N, saved["h_norm_sq_N"], record, exchange.rank)
             state.noise.add(record.step, noise_B)
@@ -393,6 +405,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             announced,
             selection,
             lrm_N,
+            is_bad_T,
             grads,
             saved,
             gate_up_R2F,
@@ -458,18 +471,20 @@ def _dispatch(
     )
 
 
-def _strata(record: CallRecord, grad_TD: torch.Tensor | None) -> torch.Tensor | None:
-    """What the call's sample is laid out by; nothing where none is drawn."""
+def _draws_by_gradient(record: CallRecord) -> bool:
+    """Whether the call's sample is laid out by where the tokens' gradients point."""
     config = record.config
-    if not config.is_stratified or record.plan.keeps_all:
+    return config.is_stratified and config.strata != "text" and not record.plan.keeps_all
+
+
+def _text_codes(record: CallRecord) -> torch.Tensor | None:
+    """What the call's sample is laid out by where that is the text."""
+    config = record.config
+    if not config.is_stratified or config.strata != "text" or record.plan.keeps_all:
         return None
-    if config.strata == "text":
-        assert record.text_T is not None
-        # Bits beyond those of a text_code would be taken for the expert's.
-        return record.text_T.to(record.top_k_index_TK.device) & ((1 << STRATUM_BITS) - 1)
-    assert grad_TD is not None
-    is_short = config.strata == "gradient"  # which looks at the first signs alone
-    return code_of(direction(grad_TD, is_short=is_short), config.strata)
+    assert record.text_T is not None
+    # Bits beyond those of a text_code would be taken for the expert's.
+    return record.text_T.to(record.top_k_index_TK.device) & ((1 << STRATUM_BITS) - 1)
 
 
 def _router_gradient(

@@ -32,24 +32,45 @@ class PairTable:
 
     flat_N: torch.Tensor  # int64 position of the pair in the flattened [T, K]
     token_N: torch.Tensor  # int64
-    expert_N: torch.Tensor  # int64; -1 for an id below those of the experts, E for one above
-    count_B: torch.Tensor  # int64 [E + 2], pairs by ``expert + 1``
+    top_k_index_TK: torch.Tensor
+    sorted_N: torch.Tensor | None = None  # the experts, where they were just sorted
+    count_B: torch.Tensor | None = None  # int64 [E + 2], pairs by ``expert + 1``; likewise
+
+    @property
+    def expert_N(self) -> torch.Tensor:
+        """int64; -1 for an id below those of the experts, E for one above."""
+        if self.sorted_N is not None:
+            return self.sorted_N
+        return self.top_k_index_TK.reshape(-1)[self.flat_N].long()
 
     @property
     def ends_E(self) -> torch.Tensor:
         """Inclusive ends of the experts' runs, int32."""
+        assert self.count_B is not None
         return self.count_B[1:-1].cumsum(0, dtype=torch.int32)
 
 
 def sort_pairs(top_k_index_TK: torch.Tensor, num_experts: int) -> PairTable:
     """The pairs of a routing result, sorted by expert; first and last those of no expert."""
-    flat_N, expert_N, count_B = counting_sort(top_k_index_TK.reshape(-1), num_experts)
+    flat_N, sorted_N, count_B = counting_sort(top_k_index_TK.reshape(-1), num_experts)
     return PairTable(
         flat_N=flat_N,
-        token_N=flat_N // max(top_k_index_TK.shape[1], 1),
-        expert_N=expert_N,
+        token_N=_tokens(flat_N, top_k_index_TK),
+        top_k_index_TK=top_k_index_TK,
+        sorted_N=sorted_N,
         count_B=count_B,
     )
+
+
+def restore_pairs(flat_N: torch.Tensor, top_k_index_TK: torch.Tensor) -> PairTable:
+    """The table whose order, all ids being valid, was kept."""
+    flat_N = flat_N.long()
+    token_N = _tokens(flat_N, top_k_index_TK)
+    return PairTable(flat_N=flat_N, token_N=token_N, top_k_index_TK=top_k_index_TK)
+
+
+def _tokens(flat_N: torch.Tensor, top_k_index_TK: torch.Tensor) -> torch.Tensor:
+    return flat_N // max(top_k_index_TK.shape[1], 1)
 
 
 def _fake_sort(

@@ -22,7 +22,6 @@ from lrmoe.score import control_score, lrm
 from lrmoe.select import (
     Segments,
     Selection,
-    gray_place,
     keep_everything,
     sampling_noise,
     sampling_sizes,
@@ -49,7 +48,7 @@ def choose_pairs(
     Args:
         lrm_N: in the forward pass without what is not known yet: ``p^2 |h|^2``.
         grad_norm_sq_T: ``None`` in the forward pass.
-        code_T: int64, what the sample is laid out by (:func:`code_of` or
+        code_T: int64, what the sample is laid out by (:func:`lrmoe.score.code_of` or
             :func:`lrmoe.score.text_code`), if by anything.
     """
     plan, config, rank = call.plan, call.config, exchange.rank
@@ -118,11 +117,6 @@ def strata_of(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``stratum_N`` and ``direction_N`` of :func:`lrmoe.select.select_sampled`."""
     return (None, code_N) if strata == "neighbors" else (code_N, None)
-
-
-def code_of(direction_T: torch.Tensor, strata: str) -> torch.Tensor:
-    """What samples by gradient are laid out by, int64 [T]: a token's place, or all of its signs."""
-    return gray_place(direction_T) if strata == "gradient" else direction_T
 
 
 def _choose_at_home(

@@ -119,7 +119,8 @@ class Tally:
         self.memory: dict[str, int] = {}
         self.memory_model: Callable[[], dict[str, int]] = dict
         self.memory_step = 0
-        self.score_mass: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.sums: list[torch.Tensor] = []
+        """Of :func:`lrmoe.score.pair_sums`, one of each call."""
         self.spans: list[tuple[str, Span]] = []
 
     def routed(self, counts_WE: Int, forward_load_W: Int) -> None:
@@ -185,10 +186,10 @@ class Tally:
             report.kept_pairs = int(self.backward_load_W.sum())
             report.backward_fraction = report.kept_pairs / max(report.pairs, 1)
             report.imbalance_bwd = imbalance(self.backward_load_W)
-        if self.score_mass:
-            kept = sum(float(part) for part, _ in self.score_mass)
-            everything = sum(float(whole) for _, whole in self.score_mass)
+        if self.sums:
+            kept, everything, num_bad = torch.cat(self.sums).sum(0).tolist()
             report.score_mass = kept / everything if everything else 1.0
+            report.nonfinite_tokens = int(num_bad)
         return report
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lrmoe.kernels.ops import define
-from lrmoe.select import STRATUM_BITS
+from lrmoe.kernels.rows import new_norms, row_norm_sq
+from lrmoe.select import STRATUM_BITS, gray_place
 from lrmoe.upload import upload
 
 _SIGNS = 64
@@ -81,6 +82,50 @@ def direction(grad_TD: torch.Tensor, *, is_short: bool = False) -> torch.Tensor:
     if not is_short:
         product_TB = torch.cat([product_TB, grad_TD @ others_DB], dim=1)
     return pack_signs(product_TB)
+
+
+def _new_norms_and_codes(
+    grad_TD: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    norm_sq_T, is_bad_T = new_norms(grad_TD)
+    return norm_sq_T, is_bad_T, grad_TD.new_empty(len(grad_TD), dtype=torch.int64)
+
+
+def norms_and_codes(
+    grad_TD: torch.Tensor, strata: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`~lrmoe.kernels.rows.row_norm_sq` and :func:`code_of` the :func:`direction` of each
+    row, in one pass over the gradient where there is a kernel."""
+    planes = _hyperplanes(grad_TD.shape[1], grad_TD.dtype, grad_TD.device)
+    return grad_pass(grad_TD, *planes, strata == "neighbors")
+
+
+@define("score_triton", fake=_new_norms_and_codes)
+def grad_pass(
+    grad_TD: torch.Tensor, first_DB: torch.Tensor, others_DB: torch.Tensor, has_all_signs: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``|row|^2``; which rows are not finite; the signs (those of both products, or as a place in
+    the order of a Gray code those of the first alone), int64 [T]."""
+    norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
+    if has_all_signs:
+        product_TB = torch.cat([grad_TD @ first_DB, grad_TD @ others_DB], dim=1)
+        return norm_sq_T, is_bad_T, pack_signs(product_TB)
+    return norm_sq_T, is_bad_T, gray_place(pack_signs(grad_TD @ first_DB))
+
+
+def code_of(direction_T: torch.Tensor, strata: str) -> torch.Tensor:
+    """What samples by gradient are laid out by, int64 [T]: a token's place, or all of its signs."""
+    return gray_place(direction_T) if strata == "gradient" else direction_T
+
+
+@define(
+    "score_triton",
+    fake=lambda lrm_N, kept_P, is_bad_T: lrm_N.new_empty(1, 3, dtype=torch.float64),
+)
+def pair_sums(lrm_N: torch.Tensor, kept_P: torch.Tensor, is_bad_T: torch.Tensor) -> torch.Tensor:
+    """Parts of sums, float64 [n, 3] with any n: LRM of the kept pairs, of all, and bad tokens."""
+    sums = lrm_N[kept_P].sum(), lrm_N.sum(), is_bad_T.sum()
+    return torch.stack([each.double() for each in sums])[None]
 
 
 @define(

@@ -507,6 +507,7 @@ def _start_gather_counts(
         pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
     )
     said = upload(np.array([*held, _node(), needs], np.int64), device)
+    assert pairs.count_B is not None
     return exchange.start_all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
 
 
@@ -574,10 +575,9 @@ def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor, state: LayerStat
 
 def pairs_by_rank(plan_: Plan, pairs_WV: Int) -> Int:
     """Pairs per source and instance -> per source and computing rank, [W, W]."""
-    W = len(pairs_WV)
-    ends_W = np.searchsorted(plan_.instance_rank_V, np.arange(W), side="right")
-    running = np.concatenate([np.zeros((W, 1), np.int64), pairs_WV.cumsum(1)], axis=1)
-    return np.diff(running[:, np.concatenate([[0], ends_W])], axis=1)
+    # Every rank has instances, those of its home experts.
+    first_W = np.searchsorted(plan_.instance_rank_V, np.arange(len(pairs_WV)))
+    return np.add.reduceat(pairs_WV, first_W, axis=1)
 
 
 @contextmanager

@@ -17,10 +17,9 @@ ABOUT = {
     "device": "A card", "small": False, "torch": "2", "date": "2026-01-01", "commit": "abc",
 }  # fmt: skip
 STAGES = {
-    "sort_pairs": 0.02,
+    "restore_pairs": 0.02,
     "announce_kept": 0.03,
-    "direction": 0.006,
-    "code_of": 0.004,
+    "norms_and_codes": 0.01,
     "pair_lrm": 0.01,
     "choose_pairs": 0.02,
 }

@@ -35,8 +35,8 @@ _FITTED_SECONDS = ("group_s", "pair_s")
 _OF_LINKS = ("intra_bytes_per_s", "inter_bytes_per_s", "collective_s")
 _ROW_KERNELS = ("gather_rows", "sum_rows")
 # Stages of the layer's backward pass at C20 that are counted by the pair, not by the row.
-_BOOKKEEPING = ("sort_pairs", "announce_kept")
-_SELECTING = ("direction", "code_of", "pair_lrm", "choose_pairs")
+_BOOKKEEPING = ("restore_pairs", "announce_kept")
+_SELECTING = ("norms_and_codes", "pair_lrm", "choose_pairs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

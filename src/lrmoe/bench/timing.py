@@ -30,9 +30,9 @@ _LOCAL_STAGES = {
     "forward": [(layer, "choose_pairs"), (dispatch, "announce_kept")],
     "backward": [
         (layer, "sort_pairs"),
+        (layer, "restore_pairs"),
         (layer, "row_norm_sq"),
-        (layer, "direction"),
-        (layer, "code_of"),
+        (layer, "norms_and_codes"),
         (layer, "pair_lrm"),
         (layer, "choose_pairs"),
         (dispatch, "announce_kept"),

@@ -25,8 +25,9 @@ from lrmoe.pairs import PairTable, count_token_rows, forward_instances, message_
 from lrmoe.planner import Plan, PlanProblem, plan
 from lrmoe.planner.memory import LayerShape
 from lrmoe.planner.problem import Int
-from lrmoe.recalibrate import choose_pairs, code_of
+from lrmoe.recalibrate import choose_pairs
 from lrmoe.report import imbalance
+from lrmoe.score import code_of
 from lrmoe.select import Selection
 from lrmoe.state import CallRecord, LayerSizes, LayerState, pairs_by_rank
 

@@ -39,21 +39,21 @@ def sum_rows(rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int) -> t
     return F.embedding_bag(order_P, rows_PD, offsets, mode="sum", include_last_offset=True)
 
 
-def _new_norms(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def new_norms(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Results without values."""
     wide = torch.promote_types(rows_TD.dtype, torch.float32)
     norm_sq_T = rows_TD.new_empty(len(rows_TD), dtype=wide)
     return norm_sq_T, rows_TD.new_empty(len(rows_TD), dtype=torch.bool)
 
 
-@define("rows_triton", fake=_new_norms)
+@define("rows_triton", fake=new_norms)
 def row_norm_sq(rows_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``|row|^2``, accumulated in float32 or wider, and which rows are not finite."""
     bits = _BITS.get(rows_TD.dtype) if rows_TD.device.type == "cpu" else None
     if bits is not None:
         from lrmoe.kernels import rows_cpu  # compiles with numba on first use
 
-        norm_sq_T, is_bad_T = _new_norms(rows_TD)
+        norm_sq_T, is_bad_T = new_norms(rows_TD)
         integers, shift = bits
         rows = rows_TD.detach().contiguous().view(integers).numpy()
         rows_cpu.row_norm_sq(rows, shift, norm_sq_T.numpy(), is_bad_T.numpy())

@@ -191,15 +191,20 @@ def _whole_keys(keys, counts, salts, wholes, bits, spare, RUNS: tl.constexpr, BL
 
 
 @triton.jit
-def _gray(directions, places, num, BLOCK: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    direction = tl.load(directions + entry, mask=entry < num, other=0)
+def gray_code(direction):
+    """As :func:`lrmoe.select.gray_place`."""
     place = (direction >> _SHIFT) & _FIRST_SIGNS
     place = place ^ (place >> 1)
     place = place ^ (place >> 2)
     place = place ^ (place >> 4)
-    place = place ^ (place >> 8)
-    tl.store(places + entry, place, mask=entry < num)
+    return place ^ (place >> 8)
+
+
+@triton.jit
+def _gray(directions, places, num, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    direction = tl.load(directions + entry, mask=entry < num, other=0)
+    tl.store(places + entry, gray_code(direction), mask=entry < num)
 
 
 @triton.jit

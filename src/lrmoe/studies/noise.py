@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lrmoe.recalibrate import code_of, strata_of
-from lrmoe.score import direction
+from lrmoe.recalibrate import strata_of
+from lrmoe.score import code_of, direction
 from lrmoe.select import ONE, Segments, inclusion_probabilities, select_sampled
 from lrmoe.studies import rows
 from lrmoe.studies.loop import Loop, backward, block_ids, configure, identity, initial_model
