@@ -1,17 +1,21 @@
 """The check of one GPU, end to end on the CPU with tiny shapes; and what it counts.
 
-Shape letters: P = rows, F = expert width, W = ranks, E = experts.
+Shape letters: P = rows, T = tokens, D = model dim, F = expert width, W = ranks, E = experts.
 """
 
+import enum
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpu import (
     calibration,
@@ -22,12 +26,14 @@ from benchmarks.gpu import (
     memory,
     parity,
     part,
+    peers,
     problems,
     syncs,
     table,
     timing,
     training,
 )
+from benchmarks.gpu.reference import passes
 from lrmoe.kernels.gated import gated_backward
 from lrmoe.kernels.rows import sum_rows
 from lrmoe.planner import Costs
@@ -236,8 +242,6 @@ def test_an_unknown_part_is_refused(tmp_path):
 def test_reference_weights_are_those_of_the_backward_pass_alone():
     size = problems.LayerSize(name="", hidden=8, ffn=8, experts=4, top_k=2, tokens=12)
     problem = problems.make_problem(size, torch.device("cpu"), torch.float64)
-    from benchmarks.gpu.reference import passes
-
     exact = passes(problem)
     none = passes(problem, torch.zeros_like(problem.p_TK))
     twice = passes(problem, torch.full_like(problem.p_TK, 2.0))
@@ -246,3 +250,186 @@ def test_reference_weights_are_those_of_the_backward_pass_alone():
         assert not none[name].any()
         assert torch.allclose(2 * exact[name], twice[name])
     assert np.isinf(layer.worst_error({"x": torch.tensor([np.nan])}, {"x": torch.ones(1)})[0])
+
+
+# Doubles of the packages' documented functions: pair by pair, in float32.
+def sonicmoe_double(gate=0, fails="never"):
+    """``moe_general_routing_inputs`` of sonic-moe 0.1.2; ``gate``: its first row of the pair."""
+
+    class ActivationType(enum.Enum):
+        SWIGLU = "swiglu"
+        GEGLU = "geglu"
+
+    def moe_general_routing_inputs(
+        x, router_scores, token_indices, expert_indices, w1, b1, w2, b2, E, stream_id,
+        activation_type, is_inference_mode_enabled=False, concat_layout=False,
+    ):  # fmt: skip
+        T, D = x.shape
+        F = w2.shape[1]
+        assert activation_type is ActivationType.SWIGLU
+        assert b1 is None
+        assert b2 is None
+        assert w1.shape == (2 * F, D, E)
+        assert w2.shape == (D, F, E)
+        assert w1.stride() == (D, 1, 2 * F * D)
+        assert w2.stride() == (F, 1, D * F)
+        assert token_indices.dtype == expert_indices.dtype == torch.int32
+        assert len(token_indices) == len(expert_indices) == len(router_scores)
+        assert bool((token_indices.diff() >= 0).all())
+        assert w1._base.grad is None  # a round starts without the gradients of the last
+        maybe_fail(fails, "forward")
+        output_TD = torch.zeros(T, D)
+        for t, e, score in zip(
+            token_indices.tolist(), expert_indices.tolist(), router_scores.float(), strict=True
+        ):
+            h = w1[:, :, e].float() @ x[t].float()
+            y = w2[:, :, e].float() @ (nn.functional.silu(h[gate::2]) * h[1 - gate :: 2])
+            output_TD = output_TD.index_add(0, torch.tensor([t]), (score * y)[None])
+        output_TD = output_TD.to(x.dtype)
+        output_TD.register_hook(lambda _: maybe_fail(fails, "backward"))
+        return output_TD, torch.bincount(expert_indices, minlength=E)
+
+    enums = module("sonicmoe.enums", ActivationType=ActivationType)
+    function = {"moe_general_routing_inputs": moe_general_routing_inputs}
+    return [module("sonicmoe", enums=enums, **function), enums]
+
+
+def scattermoe_double(gate=1, fails="never"):
+    """``GLUMLP`` of scattermoe 0.3.0; ``gate``: its half of the rows."""
+
+    class ParallelExperts(nn.Module):
+        def __init__(self, num_experts, input_size, output_size):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size))
+
+    class GLUMLP(nn.Module):
+        def __init__(self, input_size, hidden_size, num_experts, top_k, bias=False,
+                     activation=None):  # fmt: skip
+            super().__init__()
+            self.experts = ParallelExperts(num_experts, input_size, 2 * hidden_size)
+            self.output_experts = ParallelExperts(num_experts, hidden_size, input_size)
+            self.activation = activation or nn.SiLU()
+
+        def forward(self, x, expert_p, expert_idxs):
+            assert self.experts.weight.grad is None
+            maybe_fail(fails, "forward")
+            rows = []
+            for t in range(len(x)):
+                row = torch.zeros(x.shape[1])
+                for p, e in zip(expert_p[t].float(), expert_idxs[t].tolist(), strict=True):
+                    halves = (self.experts.weight[e].float() @ x[t].float()).chunk(2)
+                    h = self.activation(halves[gate]) * halves[1 - gate]
+                    row = row + p * (self.output_experts.weight[e].float() @ h)
+                rows.append(row)
+            output_TD = torch.stack(rows).to(x.dtype)
+            output_TD.register_hook(lambda _: maybe_fail(fails, "backward"))
+            return output_TD
+
+    mlp = module("scattermoe.mlp", GLUMLP=GLUMLP)
+    return [module("scattermoe", mlp=mlp), mlp]
+
+
+DOUBLES = {"sonicmoe": sonicmoe_double, "scattermoe": scattermoe_double}
+WRONG_GATE = {"sonicmoe": 1, "scattermoe": 0}
+ODD = problems.LayerSize(name="odd", hidden=24, ffn=16, experts=7, top_k=3, tokens=19)
+
+
+def module(name, **members):
+    made = ModuleType(name)
+    made.__dict__.update(members)
+    return made
+
+
+def maybe_fail(fails, phase):
+    if fails == phase:
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a package's double in its place; before, neither package is there."""
+    for name in DOUBLES:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    def put(name, **options):
+        for made in DOUBLES[name](**options):
+            monkeypatch.setitem(sys.modules, made.__name__, made)
+
+    return put
+
+
+def package_rows(tmp_path, workload="W0"):
+    path = tmp_path / "gpu.jsonl"
+    running = part.start("", ["--device", "cpu", "--small", "--out", str(path)])
+    agree = layer.measure_packages(running, ODD, workload)
+    return agree, {row["impl"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+# W5: every second expert gets no token.
+@pytest.mark.parametrize("workload", ["W0", "W5"])
+def test_packages_are_timed_where_they_agree(install, tmp_path, workload):
+    for name in DOUBLES:
+        install(name)
+    agree, rows = package_rows(tmp_path, workload)
+    assert agree
+    assert set(rows) == set(DOUBLES)
+    for row in rows.values():
+        assert set(row) >= KEYS["layer"]
+        assert 0 < row["gradient_error"] < 0.005
+        assert row["ratio_to_hf"] > 0
+        assert row["bwd_ratio_to_c0"] > 0
+    assert len(table.layers(list(rows.values()))) == len(rows)
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_package_with_another_order_of_gate_and_up_is_not_timed(install, tmp_path, name):
+    install(name, gate=WRONG_GATE[name])
+    agree, rows = package_rows(tmp_path)
+    assert not agree
+    assert re.fullmatch(r"its .* is off by .*; not timed", rows[name]["missing"])
+    assert "fwd_ms" not in rows[name]
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_package_that_fails_leaves_the_other_and_a_reason(install, tmp_path, name, fails):
+    (other,) = DOUBLES.keys() - {name}
+    install(name, fails=fails)
+    install(other)
+    agree, rows = package_rows(tmp_path)
+    assert agree
+    assert rows[name]["missing"] == "RuntimeError: no kernel image is available"
+    assert rows[other]["total_ms"] > 0
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_package_that_is_not_there_or_cannot_be_loaded_says_so(
+    install, tmp_path, monkeypatch, name
+):
+    agree, rows = package_rows(tmp_path)
+    assert agree
+    assert [row["missing"] for row in rows.values()] == ["not importable"] * len(DOUBLES)
+    assert table.layers(list(rows.values())) == []
+
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{name}.py").write_text("import cutlass_of_no_version")
+    _, rows = package_rows(tmp_path)
+    reason = "ModuleNotFoundError: No module named 'cutlass_of_no_version'"
+    assert rows[name]["missing"] == reason
+    assert len(table.layers(list(rows.values()))) == 1
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_package_has_its_own_rows_of_gate_and_up_and_the_other_leaves(install, name):
+    install(name)
+    problem = problems.make_problem(ODD, torch.device("cpu"))
+    (forward, own), = peers.make_packages(problem)[0].values()  # fmt: skip
+    for leaf in ("x_TD", "expert_TK", "p_TK", "down_eDF", "grad_TD"):
+        assert getattr(own, leaf) is getattr(problem, leaf)
+    forward().backward(own.grad_TD)
+    found = own.gradients()
+    own.clear()
+    assert problem.gate_up_e2FD.grad is None
+    expected = passes(problem.to(torch.float32))
+    assert layer.worst_error(found, {name: expected[name] for name in found})[0] < 0.005

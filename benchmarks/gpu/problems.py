@@ -5,7 +5,7 @@ Shape letters: T = tokens, D = model dim, F = expert width, E = experts, K = top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +68,8 @@ class Problem:
     gate_up_e2FD: torch.Tensor
     down_eDF: torch.Tensor
     grad_TD: torch.Tensor
+    row_2F: torch.Tensor | None = None
+    """Which row of Hugging Face's layout each row of gate and up is (CPU); ``None``: the same."""
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """What gets a gradient."""
@@ -88,12 +90,21 @@ class Problem:
             leaf.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Those that a backward pass left."""
+        """Those that a backward pass left, in Hugging Face's layout."""
         found = {}
         for name, leaf in self.leaves().items():
             assert leaf.grad is not None, name
             found[name] = leaf.grad
+        if self.row_2F is not None:
+            found["gate_up"] = found["gate_up"][:, self.row_2F.argsort()]
         return found
+
+    def with_rows(self, row_2F: torch.Tensor) -> Problem:
+        """The very same leaves, but gate and up are a copy with its rows in another order."""
+        assert self.row_2F is None
+        rows = row_2F.to(self.gate_up_e2FD.device)
+        gate_up_e2FD = self.gate_up_e2FD.detach().index_select(1, rows).requires_grad_()
+        return replace(self, gate_up_e2FD=gate_up_e2FD, row_2F=row_2F)
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Problem:
         """The same numbers elsewhere."""
@@ -109,6 +120,7 @@ class Problem:
             gate_up_e2FD=leaf(self.gate_up_e2FD),
             down_eDF=leaf(self.down_eDF),
             grad_TD=leaf(self.grad_TD).detach(),
+            row_2F=self.row_2F,
         )
 
 
