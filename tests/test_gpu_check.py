@@ -46,7 +46,8 @@ LAYER = {"impl", "placement", "selection", "rate", "backward_fraction", "workloa
 KEYS = {
     "limit": {"name"},
     "kernel": {"name", "model", "tokens", "hidden", "ffn", "ms", "bytes", "flops", "of_limit"},
-    "layer": {*LAYER, *TIMES, "draw", "ratio_to_hf", "bwd_ratio_to_c0", "gradient_error"},
+    "layer": {*LAYER, *TIMES, "draw", "ratio_to_hf", "bwd_ratio_to_c0", "gradient_error",
+              "host_fwd_ms", "host_bwd_ms"},
     "ep8": {*LAYER, *TIMES, "ranks", "communication", "imbalance_home", "imbalance_fwd",
             "imbalance_bwd", "replicas", "bwd_ratio_to_c0", "ratio_to_fixed"},
     "expert_work": {"hidden", "ffn", "phase", "pairs", "groups", "rows", "ms"},
@@ -250,6 +251,22 @@ def test_reference_weights_are_those_of_the_backward_pass_alone():
         assert not none[name].any()
         assert torch.allclose(2 * exact[name], twice[name])
     assert np.isinf(layer.worst_error({"x": torch.tensor([np.nan])}, {"x": torch.ones(1)})[0])
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+def test_what_is_timed_runs_behind_what_is_not(lead):
+    log = []
+
+    def arm(mark):
+        log.append(mark)
+        mark()
+
+    arms = {"one": arm, "two": arm}
+    times = timing.time_in_turn(torch.device("cpu"), arms, 3, warmup=0, lead=lead)
+    assert {name: of_arm.shape for name, of_arm in times.items()} == {"one": (3, 1), "two": (3, 1)}
+    assert len(log) == 3 * 2 * (1 + lead)
+    is_timed = [getattr(mark, "__name__", "") == "mark" for mark in log]
+    assert is_timed == ([False] * lead + [True]) * 6
 
 
 # Doubles of the packages' documented functions: pair by pair, in float32.

@@ -39,7 +39,8 @@ def measure(part: Part, size: LayerSize) -> None:
                 made = make_plan(smaller, routing, "fixed", rate)
                 name = f"{num_experts} experts, {num_tokens} tokens, C{rate}"
                 work[name] = rank_work(routing, made, 0, buffers)
-    times = time_in_turn(part.device, {name: one.run for name, one in work.items()}, part.rounds)
+    arms = {name: one.run for name, one in work.items()}
+    times = time_in_turn(part.device, arms, part.rounds, lead=1)
     for name, one in work.items():
         fwd_ms, bwd_ms = np.median(times[name], axis=0)
         for phase, ms, pairs, groups, rows in zip(

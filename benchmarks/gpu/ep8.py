@@ -47,7 +47,7 @@ def measure(part: Part, size: LayerSize, workload: str) -> None:
         for rank in range(RANKS)
     }
     arms = {f"{p} C{c} rank {r}": of_rank.run for (p, c, r), of_rank in work.items()}
-    times = time_in_turn(part.device, arms, max(part.rounds // 2, 1))
+    times = time_in_turn(part.device, arms, max(part.rounds // 2, 1), lead=1)
     slowest = {
         (p, c): np.stack([times[f"{p} C{c} rank {r}"] for r in range(RANKS)]).max(0)
         for p, c in settings

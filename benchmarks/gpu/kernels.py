@@ -25,8 +25,9 @@ from lrmoe.kernels.gated import gated_backward, gated_forward
 from lrmoe.kernels.grouped_gemm import grouped_mm, grouped_outer
 from lrmoe.kernels.rows import gather_rows, row_norm_sq, sum_rows
 from lrmoe.pairs import sort_pairs
-from lrmoe.score import direction
+from lrmoe.score import direction, norms_and_codes
 from lrmoe.select import (
+    STRATUM_BITS,
     Segments,
     gray_place,
     sampling_sizes,
@@ -34,7 +35,7 @@ from lrmoe.select import (
     select_top,
 )
 
-_INT32, _FLOAT32, _BOOL = 4, 4, 1
+_INT64, _INT32, _FLOAT32, _BOOL = 8, 4, 4, 1
 # Kept shares of the backward pass's products: C0 and C50.
 _KEPT_SHARES = (1.0, 0.5)
 _RATE = 0.2  # of the selection
@@ -74,6 +75,11 @@ def gated_backward_bytes(P: int, F: int, b: int) -> int:
 def norm_bytes(T: int, D: int, b: int) -> int:
     """``T D b`` read, ``5 T`` written (norm, whether it is finite)."""
     return T * D * b + T * (_FLOAT32 + _BOOL)
+
+
+def codes_bytes(T: int, D: int, b: int) -> int:
+    """Beside the norms: ``16 D b`` read (what gives the signs), ``8 T`` written."""
+    return STRATUM_BITS * D * b + T * _INT64
 
 
 def product_flops(P: int, A: int, B: int) -> int:
@@ -118,6 +124,11 @@ def row_kernels(problem: Problem) -> list[Kernel]:
             num_bytes=gated_backward_bytes(N, F, b),
         ),
         Kernel(name="row_norm_sq", run=lambda: row_norm_sq(grad_TD), num_bytes=norm_bytes(T, D, b)),
+        Kernel(
+            name="norms_and_codes",
+            run=lambda: norms_and_codes(grad_TD, "gradient"),
+            num_bytes=norm_bytes(T, D, b) + codes_bytes(T, D, b),
+        ),
     ]
 
 
@@ -171,9 +182,7 @@ def selection(problem: Problem) -> list[Kernel]:
     code_T = direction(problem.grad_TD)
     code_N, place_N = code_T[pairs.token_N], gray_place(code_T)[pairs.token_N]
     runs: dict[str, Callable[[], Any]] = {
-        "direction": lambda: direction(problem.grad_TD, is_short=True),
-        "direction, all signs": lambda: direction(problem.grad_TD),
-        "gray_place": lambda: gray_place(code_T),
+        "norms_and_codes, all signs": lambda: norms_and_codes(problem.grad_TD, "neighbors"),
         "sort_pairs": lambda: sort_pairs(problem.expert_TK, problem.size.experts),
         "Segments": lambda: Segments(counts_E, device),
         "sampling_sizes": lambda: sampling_sizes(score_N, segments, 0.1),

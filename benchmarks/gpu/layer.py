@@ -1,9 +1,10 @@
 """The layer's forward and backward pass beside its peers, in turn, on the same tensors.
 
 An implementation is timed only where its output and every gradient agree with the float32 loop on
-the same bf16 numbers. Forward and backward pass are timed on the device, launches included: a host
-that is too slow shows. Beside them stands, for the backward pass at C20, the time between the start
-and the end of each stage that scores, selects and packs, from rounds of their own.
+the same bf16 numbers. Forward and backward pass are timed on the device, each behind a call of the
+same kind, as layers follow one another in a model: a host that is too slow shows. Beside them stand
+what the host takes to launch either pass, and for the backward pass at C20 the time between the
+start and the end of each stage that scores, selects and packs, from rounds of their own.
 
 Packages that nobody need have come last, beside this layer's C0 and transformers' experts once
 more: one whose kernel fails may leave the process without its device, and one that tries kernels in
@@ -67,6 +68,7 @@ class Arm:
         """Both passes."""
 
         def run(mark: Mark) -> None:
+            self.problem.clear()
             output_TD = self.forward()
             mark()
             output_TD.backward(self.problem.grad_TD)
@@ -106,10 +108,10 @@ def measure(part: Part, size: LayerSize, workload: str) -> bool:
     if c0 not in right:
         return False
     arms = right + [make_arm(problem, *setting) for setting in SETTINGS[1:]]
-    times = _times(part, arms)
+    times, host = _times(part, arms), _times(part, arms, is_host=True)
     stages = _stages(part, problem)
     for arm in arms:
-        row = _row(arm, c0, times, errors, common)
+        row = _row(arm, c0, times, host, errors, common)
         if (arm.rate, arm.draw) == (0.2, "backward"):
             row["score_select_pack_ms"] = sum(stages.values())
             row["stages_ms"] = stages
@@ -141,9 +143,10 @@ def measure_packages(part: Part, size: LayerSize, workload: str) -> bool:
         c0 = make_arm(problem, *SETTINGS[0])
         peers, _ = make_peers(problem)
         beside = [Arm(impl=n, problem=problem, forward=f) for n, f in peers.items() if n != "loop"]
-        times = _times(part, [c0, *beside, *right])
+        timed = [c0, *beside, *right]
+        times, host = _times(part, timed), _times(part, timed, is_host=True)
         for arm in right:
-            part.write("layer", **_row(arm, c0, times, errors, common))
+            part.write("layer", **_row(arm, c0, times, host, errors, common))
     return len(right) == len(arms)
 
 
@@ -174,21 +177,28 @@ def _common(size: LayerSize, workload: str) -> dict[str, Any]:
     return {**size.dims(), "workload": workload, "dtype": "bf16", "placement": "fixed"}
 
 
-def _times(part: Part, arms: Sequence[Arm]) -> dict[str, NDArray[np.float64]]:
-    """Both passes of each arm, in turn."""
+def _times(
+    part: Part, arms: Sequence[Arm], *, is_host: bool = False
+) -> dict[str, NDArray[np.float64]]:
+    """Both passes of each arm, in turn: behind another call of it, as layers follow one another in
+    a model; or what the host alone takes."""
 
     def clear() -> None:
         for arm in arms:
             arm.problem.clear()
 
     timed = {arm.name: arm.timed() for arm in arms}
-    return time_in_turn(part.device, timed, part.rounds, after_each=clear)
+    lead = 0 if is_host else 1
+    return time_in_turn(
+        part.device, timed, part.rounds, lead=lead, is_host=is_host, after_each=clear
+    )
 
 
 def _row(
     arm: Arm,
     c0: Arm,
     times: dict[str, NDArray[np.float64]],
+    host: dict[str, NDArray[np.float64]],
     errors: dict[str, tuple[float, str]],
     common: dict[str, Any],
 ) -> dict[str, Any]:
@@ -196,6 +206,7 @@ def _row(
     of_arm, hf = times[arm.name], times.get("hf_grouped_mm")
     row: dict[str, Any] = {"impl": arm.impl, "rate": arm.rate, "draw": arm.draw, **common}
     row |= {"selection": None, "backward_fraction": 1.0, **summary(of_arm)}
+    row["host_fwd_ms"], row["host_bwd_ms"] = np.median(host[arm.name], axis=0).tolist()
     if arm.state is not None:
         row["selection"] = arm.state.config.selection
         row["backward_fraction"] = arm.state.report().backward_fraction
@@ -211,6 +222,8 @@ def _stages(part: Part, problem: Problem) -> dict[str, float]:
     arm = make_arm(problem, 0.2, "backward")
     rounds: list[dict[str, float]] = []
     for _ in range(part.rounds):
+        arm.forward().backward(problem.grad_TD)  # the device is then behind, as in a model
+        problem.clear()
         output_TD = arm.forward()
         watches: dict[str, list[Stopwatch]] = {name: [] for _, name in STAGES}
         with _watched(part.device, watches):

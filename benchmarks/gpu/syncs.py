@@ -1,7 +1,7 @@
 """Device syncs of a layer call: how often the host waits, and where.
 
 Counted are the warnings of ``torch.cuda.set_sync_debug_mode``, which PyTorch's own synchronising
-operations give; what waits for an event or a stream by hand is not among them.
+operations give, and the waits for counts on their way to the host, which are waits for an event.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 import lrmoe
 from benchmarks.gpu.part import Part, start
 from benchmarks.gpu.problems import Problem, layer_sizes, make_problem
+from lrmoe.exchange import PendingCounts
+from lrmoe.planner.problem import Int
 
 _WARNING = "synchronizing CUDA operation"
 # By draw and rows, forward and backward pass: what the method allows on one rank (docs/gpu.md).
@@ -73,14 +76,23 @@ def count_syncs(device: torch.device, run: Callable[[], object]) -> Counter[str]
         run()
         return Counter()
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
+    wait, waits = PendingCounts.wait, Counter[str]()
+
+    def counted(counts: PendingCounts) -> Int:
+        waits["the counts"] += 1
+        return wait(counts)
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.object(PendingCounts, "wait", counted),
+    ):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Counter(
+    return waits + Counter(
         f"{Path(w.filename).name}:{w.lineno}" for w in caught if _WARNING in str(w.message)
     )
 

@@ -70,6 +70,7 @@ def layers(rows: Sequence[Row]) -> list[str]:
         is_ours = row["impl"] == "lrmoe"
         name = f"C{round(100 * row['rate'])} {row['draw']}" if is_ours else row["impl"]
         line = f"{head}{name:14} {row['fwd_ms']:7.3f} + {row['bwd_ms']:7.3f} ms"
+        line += f" (host {row['host_fwd_ms']:.2f} + {row['host_bwd_ms']:.2f})"
         to_hf, to_c0 = row["ratio_to_hf"], row["bwd_ratio_to_c0"]
         line += "" if to_hf is None else f"  /hf {to_hf:5.2f}"
         if is_ours and row["rate"] == 0:

@@ -21,10 +21,10 @@ Timed = Callable[[Mark], Any]
 
 
 class Stopwatch:
-    """The moments that something passes on the device's timeline."""
+    """The moments that something passes on the device's timeline, or on the host's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, *, is_host: bool = False) -> None:
+        self._is_cuda = device.type == "cuda" and not is_host
         self._moments: list[Any] = []
 
     def mark(self) -> None:
@@ -52,6 +52,8 @@ def time_in_turn(
     *,
     warmup: int = 2,
     has_head_start: bool = False,
+    lead: int = 0,
+    is_host: bool = False,
     after_each: Callable[[], None] = lambda: None,
 ) -> dict[str, NDArray[np.float64]]:
     """Milliseconds of every arm in every round, [rounds, stages].
@@ -63,6 +65,9 @@ def time_in_turn(
         arms: each calls its argument at the end of every stage.
         has_head_start: the device waits while the host launches, so that the times are the
             device's own. Otherwise a host that is too slow shows.
+        lead: how often an arm runs, right before, without being timed: the device is then as far
+            behind the host as it is inside a model.
+        is_host: the time that the host takes, with nothing left to do on the device at first.
         after_each: called after every measurement, outside the clock.
     """
     is_cuda = device.type == "cuda"
@@ -79,7 +84,11 @@ def time_in_turn(
                     flushed.zero_()
                     if has_head_start:
                         torch.cuda._sleep(_HEAD_START_CYCLES)
-                stopwatch = Stopwatch(device)
+                    if is_host:
+                        torch.cuda.synchronize(device)  # the flush
+                for _ in range(lead):
+                    arms[name](lambda: None)
+                stopwatch = Stopwatch(device, is_host=is_host)
                 stopwatch.mark()
                 arms[name](stopwatch.mark)
                 of_arm = stopwatch.ms()
