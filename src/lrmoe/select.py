@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lrmoe.kernels.ops import define
 from lrmoe.planner.problem import Float, Int
-from lrmoe.upload import upload
+from lrmoe.upload import upload, upload_together
 
 # Probabilities (in units of 1 / ONE) and sizes are integers, so sums of them are exact: a sample
 # has exactly q pairs, and the weight is the exact inverse of the probability that was used. A size
@@ -405,14 +405,14 @@ def sampling_noise(
 def blocks(start_b: Int, length_b: Int, device: torch.device) -> torch.Tensor:
     """Positions of consecutive runs: ``start[0], start[0]+1, ..., start[1], ...`` (int64)."""
     end_b = length_b.cumsum()
-    shift_b = upload(start_b - (end_b - length_b), device)
-    return spread_runs(shift_b, upload(end_b, device), int(length_b.sum()), True)
+    shift_b, device_end_b = upload_together(device, start_b - (end_b - length_b), end_b)
+    return spread_runs(shift_b, device_end_b, int(length_b.sum()), True)
 
 
 def spread(values_b: NDArray[np.generic], length_b: Int, device: torch.device) -> torch.Tensor:
     """Each value as often as its run is long. The total is known: no device sync."""
-    ends = upload(length_b.cumsum(), device)
-    return spread_runs(upload(values_b, device), ends, int(length_b.sum()), False)
+    device_values_b, end_b = upload_together(device, values_b, length_b.cumsum())
+    return spread_runs(device_values_b, end_b, int(length_b.sum()), False)
 
 
 @define(
