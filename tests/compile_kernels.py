@@ -73,6 +73,10 @@ TYPES = {
     select_triton._whole_keys: (
         "keys=*i64 counts=*i64 salts=*i64 wholes=*{i} bits=i32 spare=i32 RUNS=128 BLOCK=2048"
     ),
+    select_triton._ranks: (
+        "keys=*i64 counts=*i64 salts=*i64 orders=*i64 spare=i32 IS_SHORT={b} RUNS=128 BLOCK=128 "
+        "OTHERS=32"
+    ),
     select_triton._gray: "directions=*i64 places=*i64 num=i32 BLOCK=1024",
     select_triton._sizes: "scores=*fp32 counts=*i64 sizes=*fp32 rho=fp32 RUNS=128 BLOCK=2048",
     select_triton._sample: (
@@ -85,7 +89,7 @@ TYPES = {
     select_triton._top: ("scores=*fp32 counts=*i64 quotas=*i64 kept=*i64 RUNS=128 BLOCK=2048"),
 }
 HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_num_ones", "_before",
-           "_kind", "_mixed", "_bits", "gray_code"}  # fmt: skip
+           "_kind", "_mixed", "_bits", "gray_code", "_tied"}  # fmt: skip
 
 
 def main() -> None:

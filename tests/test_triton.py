@@ -401,25 +401,30 @@ def test_a_sample_equals_the_reference(kind, seed, rho):
 
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("bits", [1, 16, 48])
-@pytest.mark.parametrize("counts", [[0, 7, 1, 33, 90, 0], [5], [0], [3] * 70])
+@pytest.mark.parametrize("counts", [[0, 7, 1, 33, 290, 0], [5], [0], [3] * 40])
 @pytest.mark.parametrize("is_salted", [False, True])
-def test_an_order_equals_the_reference(bits, counts, is_salted):
-    count_e = torch.tensor(counts)
+@pytest.mark.parametrize("most", [0, 1 << 29], ids=["sorted", "compared"])
+def test_an_order_equals_the_reference(bits, counts, is_salted, most, monkeypatch):
+    monkeypatch.setattr(select_triton, "_MOST_COMPARISONS", most)
+    count_e, longest = torch.tensor(counts), max(counts)
     key_N = torch.randint(0, 1 << bits, (sum(counts),), device=DEVICE)
     key_N[:: max(len(key_N) // 2, 1)] = (1 << bits) - 1
     salt_e = torch.randint(0, select.ONE, count_e.shape) if is_salted else None
     on_device = salt_e.to(DEVICE) if is_salted else None
-    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), bits, on_device)
-    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, bits, salt_e))
+    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), longest, bits, on_device)
+    want_N = select.order_runs(key_N.cpu(), count_e, longest, bits, salt_e)
+    assert torch.equal(got_N.cpu(), want_N)
 
 
-def test_an_order_of_so_many_runs_that_ties_need_wide_keys_equals_the_reference():
+@pytest.mark.parametrize("most", [0, 1 << 29], ids=["sorted", "compared"])
+def test_an_order_of_so_many_runs_that_ties_need_wide_keys_equals_the_reference(most, monkeypatch):
+    monkeypatch.setattr(select_triton, "_MOST_COMPARISONS", most)
     count_e = torch.ones(2050, dtype=torch.int64)
     count_e[7] = 60
     key_N = torch.randint(0, 3, (2109,), device=DEVICE)
     salt_e = torch.randint(0, select.ONE, (2050,))
-    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), 16, salt_e.to(DEVICE))
-    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, 16, salt_e))
+    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), 60, 16, salt_e.to(DEVICE))
+    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, 60, 16, salt_e))
 
 
 @pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
@@ -471,8 +476,8 @@ def test_operators_pass_opcheck():
         (score.pack_signs, (_tensor(5, 64),)),
         (score.grad_pass, (_tensor(5, 8), _tensor(8, 16), _tensor(8, 48), True)),
         (score.pair_sums, (scores, kept_P, _tensor(3) > 0)),
-        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 16)),
-        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 16, start_e)),
+        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 5, 16)),
+        (select.order_runs, (torch.randint_like(order_N, 9), count_e, 5, 16, start_e)),
         (select.gray_place, (torch.randint_like(order_N, 1 << 40),)),
         (rows.copy_rows, (_tensor(4, 8), ids, _tensor(4, 8))),
         (rows.sum_rows, (_tensor(4, 8), ids, 5)),
@@ -500,4 +505,4 @@ def test_every_kernel_compiles_for_a_card():
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("compiled") >= 36
+    assert done.stdout.count("compiled") >= 38

@@ -136,19 +136,19 @@ def select_sampled(
     """
     _check_quota(quota_e)
     device = size_N.device
-    count_e = segments.device_count_e
+    count_e, longest = segments.device_count_e, int(segments.count_e.max(initial=0))
     drawn_2e = torch.randint(0, ONE, (2, len(count_e)), generator=generator, device=device)
     start_e, salt_e = drawn_2e[0], drawn_2e[1]
     if direction_N is not None:
         first_N = (direction_N >> (64 - _FIRST_SIGNS)) & ((1 << _FIRST_SIGNS) - 1)
-        order_N = order_runs(first_N, count_e, _FIRST_SIGNS, salt_e)
+        order_N = order_runs(first_N, count_e, longest, _FIRST_SIGNS, salt_e)
         start_c, length_c = even_runs(segments.count_e, LONGEST_CHAIN)
         order_N = chained(order_N, upload(start_c, device), upload(length_c, device), direction_N)
     elif stratum_N is not None:
-        order_N = order_runs(stratum_N, count_e, STRATUM_BITS, salt_e)
+        order_N = order_runs(stratum_N, count_e, longest, STRATUM_BITS, salt_e)
     else:
         key_N = torch.randint(0, 1 << _KEY_BITS, size_N.shape, generator=generator, device=device)
-        order_N = order_runs(key_N, count_e, _KEY_BITS)
+        order_N = order_runs(key_N, count_e, longest, _KEY_BITS)
     kept_P, weight_P = sample_pairs(
         size_N,
         count_e,
@@ -204,14 +204,19 @@ def even_runs(count_e: Int, longest: int) -> tuple[Int, Int]:
 
 @define(
     "select_triton",
-    fake=lambda key_N, count_e, bits, salt_e=None: torch.empty_like(key_N, dtype=torch.int64),
+    fake=lambda key_N, count_e, longest, bits, salt_e=None: torch.empty_like(key_N),
 )
 def order_runs(
-    key_N: torch.Tensor, count_e: torch.Tensor, bits: int, salt_e: torch.Tensor | None = None
+    key_N: torch.Tensor,
+    count_e: torch.Tensor,
+    longest: int,
+    bits: int,
+    salt_e: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Positions that order every run of ``count`` pairs by ascending key: int64 [N].
 
     Args:
+        longest: of the runs; what it changes is how they are sorted.
         key_N: int64, ``0 <= key < 2^bits``; with the bits of the number of runs less than 64.
         salt_e: int64, at random: equal keys are shuffled, up to a few of many; ``None``: they
             keep their order.
