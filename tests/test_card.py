@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lrmoe.state
-from lrmoe import Budget, LayerState, Recalibration, experts, text_code
+from lrmoe import Budget, InfeasiblePlan, LayerState, Recalibration, experts, text_code
 from lrmoe.exchange import PendingCounts
 from lrmoe.upload import upload_together
 from tests.card import CARD, Card, pretended, put, run_threads
@@ -194,11 +194,22 @@ def test_the_card_has_its_forward_work_before_the_host_waits(router_grad, monkey
         assert before[0][-1] == "lrmoe::sum_rows"
 
 
+def test_a_limit_that_cannot_be_kept_is_found_before_the_products():
+    case = make_case(9, hidden=16, width=16, dtype=torch.float32)
+    state = LayerState(Recalibration(rate=0.2, budget=Budget(forward_pairs=3)))
+    with pretended(), Card() as card:
+        arguments = [put(t) for t in case[:-1]]
+        arguments[0].requires_grad_()
+        with pytest.raises(InfeasiblePlan):
+            experts(*arguments, state=state)
+    assert not any("copy_rows" in name for name in card.launches)
+
+
 # A card waits for a host that launches many small kernels.
 LAUNCHES = [
     (1, "gradient", 14, 29),
     (1, "neighbors", 14, 34),
-    (2, "gradient", 42, 72),
+    (2, "gradient", 36, 70),
 ]
 
 

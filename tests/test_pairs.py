@@ -94,13 +94,6 @@ def test_a_token_has_one_row_per_destination_whatever_the_padding(case, data):
     assert rows.row_P.dtype == torch.int32
 
 
-def test_with_one_rank_every_token_is_a_row():
-    token_P, rank_P = torch.tensor([4, 0, 4]), torch.zeros(3, dtype=torch.int64)
-    needed_WT, rows_W = count_token_rows(token_P, rank_P, 6, 1, keeps_rows=True)
-    assert needed_WT is None
-    assert rows_W.tolist() == [6]
-
-
 @given(
     st.integers(1, 4).flatmap(
         lambda e: st.lists(

@@ -143,20 +143,24 @@ def send_tokens(
     plan: Plan,
     splits: Splits,
     exchange: Exchange,
+    needed_WT: torch.Tensor | None = None,
 ) -> tuple[Arrived, torch.Tensor]:
     """Dispatch: a token's row once per rank that computes it, a few bytes for each of its pairs.
 
     Also returns the token of each row this rank sent, for the way back.
+
+    Args:
+        needed_WT: bool, which token goes to which rank, where that is known.
     """
-    device, T = x_TD.device, x_TD.shape[0]
-    here = local_instances(plan, exchange.rank)
-    order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, device)
     token_M, p_M = sending.to_message(pairs.token_N), sending.to_message(p_N)
-    needed_WT, _ = count_token_rows(token_M, sending.rank_M, T, exchange.num_ranks)
-    assert needed_WT is not None
+    if needed_WT is None:
+        needed_WT, _ = count_token_rows(token_M, sending.rank_M, len(x_TD), exchange.num_ranks)
     rows = token_rows(needed_WT, token_M, sending.rank_M, splits.send_rows_W)
     x_UD = send_rows(x_TD, rows.token_U, splits, exchange)
     notes = exchange.all_to_all(_pack(rows.row_P, p_M), splits.send_pairs_W, splits.receive_pairs_W)
+    # Launched while the rows travel.
+    here = local_instances(plan, exchange.rank)
+    order = arrival_order(plan.forward_WV[:, here], splits.receive_rows_W, x_TD.device)
     row_R, p_R = _unpack(order.to_expert_major(notes), p_N.dtype)
     return Arrived(x_UD=x_UD, row_R=_shifted(row_R, order), p_R=p_R, order=order), rows.token_U
 
@@ -227,13 +231,13 @@ def announce_kept(
     device, rank, num_ranks = p_N.device, exchange.rank, exchange.num_ranks
     pairs_V = plan.forward_WV[rank]
     forward_N = forward_instances(plan, pairs_V, device)
-    sent_first = message_order(plan, forward_N, pairs_V, device)
     kept_P = selection.kept_P
-    pair_M, is_moved_M = None, None
+    pair_M, is_moved_M, first_pair_M = None, None, None
     if forward_N is None:
-        kept_M, rank_M = kept_P, sent_first.rank_M[kept_P]
-        instance_M = pairs.expert_N[kept_P]
+        kept_M, instance_M = kept_P, pairs.expert_N[kept_P]
+        rank_M = instance_M // (len(plan.quota_E) // num_ranks)
     else:
+        first_pair_M = message_order(plan, forward_N, pairs_V, device).pair_M
         instance_P = forward_N[kept_P] if selection.instance_P is None else selection.instance_P
         pair_M = counting_sort(instance_P, len(plan.instance_rank_V))[0]
         kept_M, instance_M = kept_P[pair_M], instance_P[pair_M]
@@ -250,11 +254,10 @@ def announce_kept(
     kept_WV, splits, moved_splits = _backward_splits(
         plan, forward_splits, rows_W, moved_rows_W, instance_M, rows, exchange
     )
-    assert needed_WT is not None
     sent = token_rows(needed_WT, token_M, rank_M, splits.send_rows_W)
 
     message_start_W = upload(np.cumsum([0, *forward_splits.send_pairs_W[:-1]]), device)
-    place_M = _places(sent_first, kept_M) - message_start_W[rank_M]
+    place_M = _places(first_pair_M, kept_M) - message_start_W[rank_M]
     moved_x_UD = None
     if moved_splits is not None:  # on every rank, if a pair moves on any
         assert x_TD is not None
@@ -345,12 +348,16 @@ def rows_to_others(rows_W: Any, rank: int) -> Any:
     return rows_W.sum() - rows_W[rank]
 
 
-def _places(sent: MessageOrder, pair_M: torch.Tensor) -> torch.Tensor:
-    """Where pairs (places in expert-major order) stood among all that were sent."""
-    if sent.pair_M is None:
+def _places(first_pair_M: torch.Tensor | None, pair_M: torch.Tensor) -> torch.Tensor:
+    """Where pairs (places in expert-major order) stood among all that were sent.
+
+    Args:
+        first_pair_M: the order of that sending; ``None``: expert-major.
+    """
+    if first_pair_M is None:
         return pair_M
-    place_N = torch.empty_like(sent.pair_M)
-    place_N[sent.pair_M] = torch.arange(len(place_N), device=place_N.device)
+    place_N = torch.empty_like(first_pair_M)
+    place_N[first_pair_M] = torch.arange(len(place_N), device=place_N.device)
     return place_N[pair_M]
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lrmoe import compute, dispatch
 from lrmoe.account import account_backward, account_forward, pair_record, scatter_pairs
-from lrmoe.config import Recalibration
+from lrmoe.config import Budget, Recalibration
 from lrmoe.exchange import Exchange
 from lrmoe.instances import (
     check_version,
@@ -37,6 +37,7 @@ from lrmoe.kernels.grouped_gemm import is_padded
 from lrmoe.kernels.rows import poison_rows, row_norm_sq
 from lrmoe.kernels.scratch import scratch_reuse
 from lrmoe.pairs import (
+    MessageOrder,
     PairTable,
     forward_instances,
     message_order,
@@ -445,6 +446,8 @@ def _dispatch(
     """Where nothing travels, the plan is not waited for: it is made while the device works."""
     exchange = call.exchange
     if exchange.keeps_rows:
+        if call.pending.config.budget != Budget():
+            call.pending.record()  # a limit that cannot be kept is one before anything is allocated
         arrived, splits = dispatch.keep_tokens(x_TD, p_N, pairs)
         return _Sent(
             arrived=arrived,
@@ -457,10 +460,16 @@ def _dispatch(
     record = call.pending.record()
     plan, pairs_V = record.plan, record.plan.forward_WV[exchange.rank]
     local = local_experts(record, exchange, home, call.act, plan.forward_WV)
-    instance_N = forward_instances(plan, pairs_V, x_TD.device)
-    sending = message_order(plan, instance_N, pairs_V, x_TD.device)
+    at_home = call.pending.take_home_rows()
+    if at_home is not None and plan.is_home_only:
+        sending, needed_WT = MessageOrder(pair_M=None, rank_M=at_home.rank_N), at_home.needed_WT
+    else:
+        instance_N = forward_instances(plan, pairs_V, x_TD.device)
+        sending, needed_WT = message_order(plan, instance_N, pairs_V, x_TD.device), None
     splits = dispatch.Splits.of(exchange.rank, pairs_by_rank(plan, plan.forward_WV), record.rows_WW)
-    arrived, token_U = dispatch.send_tokens(x_TD, p_N, pairs, sending, plan, splits, exchange)
+    arrived, token_U = dispatch.send_tokens(
+        x_TD, p_N, pairs, sending, plan, splits, exchange, needed_WT
+    )
     return _Sent(
         arrived=arrived,
         token_U=token_U,

@@ -162,16 +162,8 @@ def count_token_rows(
     rank_P: torch.Tensor,
     num_tokens: int,
     num_ranks: int,
-    *,
-    keeps_rows: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W].
-
-    Args:
-        keeps_rows: every token is a row of the one rank there is; the first result is ``None``.
-    """
-    if keeps_rows:
-        return None, token_P.new_full((1,), num_tokens)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token goes to which rank: bool [W, T], and the number of rows per rank, int64 [W]."""
     needed_WT = torch.zeros(num_ranks, num_tokens, dtype=torch.bool, device=token_P.device)
     needed_WT[rank_P, token_P] = True
     return needed_WT, needed_WT.sum(1)

@@ -86,16 +86,31 @@ class LayerSizes:
     """Of the weights in another dtype, from which those of the call are made (autocast)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeRows:
+    """Where tokens go if every expert is computed at home; made before the counts are known."""
+
+    rank_N: torch.Tensor  # int64, of each pair's expert
+    needed_WT: torch.Tensor  # bool, which token goes to which rank
+
+
 class PendingCall:
     """A layer call whose counts may still be on their way to the host.
 
     Args:
         config: the call's settings.
         plan_call: waits for the counts and plans.
+        home_rows: ``None`` where nothing travels, and in a call that is made again.
     """
 
-    def __init__(self, config: Recalibration, plan_call: Callable[[], CallRecord]) -> None:
+    def __init__(
+        self,
+        config: Recalibration,
+        plan_call: Callable[[], CallRecord],
+        home_rows: HomeRows | None = None,
+    ) -> None:
         self.config = config
+        self._home_rows = home_rows
         self._plan_call: Callable[[], CallRecord] | None = plan_call
         self._record: CallRecord | None = None
 
@@ -115,6 +130,11 @@ class PendingCall:
             self._record, self._plan_call = self._plan_call(), None  # and with it the pairs
         assert self._record is not None
         return self._record
+
+    def take_home_rows(self) -> HomeRows | None:
+        """Those of the call, once: they are not held until the backward pass."""
+        taken, self._home_rows = self._home_rows, None
+        return taken
 
 
 class CallRecorder(Protocol):
@@ -234,7 +254,7 @@ class LayerState:
         held += (0, 0) if is_alone else self.step_memory.of_later(self.layer)
         device = top_k_index_TK.device
         noise = [self.noise.bits(device)] if self.config.is_auto else []
-        counts = _start_gather_counts(
+        counts, home_rows = _start_gather_counts(
             exchange, top_k_index_TK, pairs, sizes.experts, noise, needs, held
         )
 
@@ -249,7 +269,7 @@ class LayerState:
             may_be_recomputed=is_hooked,
             casts_weights=sizes.cast_bytes > 0,
         )
-        return PendingCall(self.config, plan_call)
+        return PendingCall(self.config, plan_call, home_rows)
 
     def _plan_call(
         self,
@@ -497,18 +517,19 @@ def _start_gather_counts(
     noise: list[torch.Tensor],
     needs: int,
     held: list[int],
-) -> PendingCounts:
+) -> tuple[PendingCounts, HomeRows | None]:
     """Send what :func:`_read_counts` takes apart."""
-    W, device = exchange.num_ranks, top_k_index_TK.device
-    home_N = pairs.expert_N
-    if not exchange.keeps_rows:
-        home_N = home_N.clamp(0, num_experts - 1) // (num_experts // W)
-    _, rows_W = count_token_rows(
-        pairs.token_N, home_N, top_k_index_TK.shape[0], W, keeps_rows=exchange.keeps_rows
-    )
+    W, T, device = exchange.num_ranks, len(top_k_index_TK), top_k_index_TK.device
+    if exchange.keeps_rows:
+        home_rows, rows_W = None, pairs.flat_N.new_full((1,), T)
+    else:
+        rank_N = pairs.expert_N.clamp(0, num_experts - 1) // (num_experts // W)
+        needed_WT, rows_W = count_token_rows(pairs.token_N, rank_N, T, W)
+        home_rows = HomeRows(rank_N=rank_N, needed_WT=needed_WT)
     said = upload(np.array([*held, _node(), needs], np.int64), device)
     assert pairs.count_B is not None
-    return exchange.start_all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
+    counts = exchange.start_all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
+    return counts, home_rows
 
 
 def _read_counts(gathered: Int, num_experts: int) -> tuple[Int, Int, Int, Int, Int]:

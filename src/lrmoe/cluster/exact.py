@@ -251,14 +251,11 @@ def _rank_call(
     if state.config.budget.memory is not None:  # as in the layer
         exchange.keeps_rows = False
     pairs, pairs_V = sort_pairs(expert_TK, counts_WE.shape[1]), made.forward_WV[rank]
-    order = message_order(made, forward_instances(made, pairs_V, _CPU), pairs_V, _CPU)
-    _, rows_W = count_token_rows(
-        order.to_message(pairs.token_N),
-        order.rank_M,
-        T,
-        exchange.num_ranks,
-        keeps_rows=exchange.keeps_rows,
-    )
+    rows_W = torch.tensor([T])
+    if not exchange.keeps_rows:
+        order = message_order(made, forward_instances(made, pairs_V, _CPU), pairs_V, _CPU)
+        token_M = order.to_message(pairs.token_N)
+        _, rows_W = count_token_rows(token_M, order.rank_M, T, exchange.num_ranks)
     rows_WW = exchange.all_gather_counts(rows_W)
     call = CallRecord(
         id=0,
