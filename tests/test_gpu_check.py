@@ -192,10 +192,10 @@ def test_rows_of_a_cpu_stay_out_of_the_results():
         part.start("", ["--device", "cpu", "--out", str(committed)])
 
 
-def run_check(tmp_path, *arguments, fails="no part"):
+def run_check(tmp_path, *arguments, fails="no part", status=3):
     """The script with an interpreter that only says what it was asked for."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "ran $*"\ncase "$*" in *"{fails}"*) exit 3;; esac\n')
+    python.write_text(f'#!/bin/sh\necho "ran $*"\ncase "$*" in *"{fails}"*) exit {status};; esac\n')
     python.chmod(0o755)
     return subprocess.run(
         [CHECK, *arguments],
@@ -226,6 +226,13 @@ def test_a_part_that_fails_stops_no_other_and_shows_in_the_status(tmp_path):
     assert "memory: 0 s, exit status 3" in done.stdout
     assert "ran -m benchmarks.gpu.ep8" in done.stdout
     assert done.stdout.rstrip().endswith("FAILED: memory")
+
+
+@pytest.mark.parametrize(("device", "status"), [("cpu", 0), ("cuda", 1)])
+def test_without_a_card_no_test_need_run(tmp_path, device, status):
+    # pytest's own status where it collects none
+    done = run_check(tmp_path, "--device", device, "tests", fails="-m pytest", status=5)
+    assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_the_limits_of_the_parts_add_up_to_less_than_six_minutes():

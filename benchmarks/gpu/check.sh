@@ -35,6 +35,12 @@ run_tests() {
     fi
     timeout -k 1 "$1" "$python" -m pytest -c benchmarks/gpu/pytest.ini --rootdir . \
         -m gpu "${files[@]}"
+    local status=$?
+    if ((status == 5)) && [[ $device == cpu ]]; then
+        echo "tests: all of them need a GPU"
+        return 0
+    fi
+    return "$status"
 }
 
 main() {
