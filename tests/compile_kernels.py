@@ -1,10 +1,15 @@
 """Compiles every Triton kernel for sm_90 without a card; ``python tests/compile_kernels.py``.
 
-The interpreter takes much that the compiler refuses: types that change in a loop, say.
+The interpreter takes much that the compiler refuses: types that change in a loop, say. Beside each
+stand its registers per thread, and what it spills to memory, which none may.
 """
 
 import inspect
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 import triton.language as tl
@@ -21,8 +26,8 @@ from lrmoe.kernels import (
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS = {"wide": tl.float32, "tf32": "tf32", "ieee": "ieee"}
-# Types of arguments by name; {x} is the dtype of rows, {i} that of row ids, {b} yes and no, {p} the
-# precision of products.
+# Types of arguments by name; {x} is the dtype of rows, {i} that of row ids, {b} no and yes, {p} the
+# precision of products, {k} their block.
 TYPES = {
     rows_triton._gather: "rows=*{x} ids=*{i} out=*{x} num_rows=i32 width=i32 ROWS=4 BLOCK=2048",
     rows_triton._count: "ids=*{i} count=*i64 num_ids=i32 BLOCK=1024",
@@ -41,11 +46,11 @@ TYPES = {
         "inner=*fp32 width=i32 BLOCK=1024"
     ),
     pairs_triton._count: (
-        "ids=*{i} counts=*i64 num=i32 num_ids=i32 num_blocks=i32 BLOCK=128 KINDS=64"
+        "ids=*{i} counts=*i64 num=i32 num_ids=i32 num_blocks=i32 BLOCK=128 KINDS=32"
     ),
     pairs_triton._place: (
         "ids=*{i} counts=*i64 ends=*i64 order=*i64 ordered=*i64 num=i32 num_ids=i32 "
-        "num_blocks=i32 BLOCK=128"
+        "num_blocks=i32 BLOCK=128 OTHERS=32"
     ),
     pairs_triton._scan: ("needed=*u8 starts=*i64 tokens=*i64 rows=*i32 num_tokens=i32 BLOCK=2048"),
     pairs_triton._rows: (
@@ -63,7 +68,7 @@ TYPES = {
     ),
     score_triton._grad_pass: (
         "rows=*{x} first=*{x} others=*{x} norm_sq=*fp32 is_bad=*u8 codes=*i64 num=i32 width=i32 "
-        "HAS_ALL={b} PRECISION={p} ROWS=16 BLOCK=128"
+        "HAS_ALL={b} PRECISION={p} ROWS=16 BLOCK={k}"
     ),
     score_triton._sums: (
         "lrms=*fp32 kept=*i64 flags=*u8 parts=*fp64 num_pairs=i32 num_kept=i32 num_tokens=i32 "
@@ -92,6 +97,26 @@ HELPERS = {"_following", "_root", "_units", "_is_capped", "_ends", "_keys", "_nu
            "_kind", "_mixed", "_bits", "gray_code", "_tied"}  # fmt: skip
 
 
+def launched_warps(kernel):
+    """As its module launches it."""
+    if kernel is select_triton._chain:
+        return select_triton._CHAIN_WARPS
+    of_a_run = ("_whole_keys", "_sizes", "_sample", "_top")
+    return select_triton._WARPS if kernel.fn.__name__ in of_a_run else 4
+
+
+def resources(compiled):
+    """Registers per thread and bytes of stack, as the tool beside Triton's assembler says."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return tuple(int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+
+
 def main() -> None:
     """Compiles all, says so, and fails on the first that does not."""
     kernels = {
@@ -101,9 +126,12 @@ def main() -> None:
         if isinstance(value, triton.JITFunction) and name not in HELPERS
     }
     assert kernels == set(TYPES), "a kernel is missing here"
-    for x, i, b, p in (("bf16", "i32", 1, "tf32"), ("fp32", "i64", 0, "ieee")):
+    for x, i, b, p, k in (
+        ("bf16", "i32", 0, "tf32", 128),
+        ("fp32", "i64", 1, "ieee", 32),
+    ):
         for kernel, types in TYPES.items():
-            text = types.format(x=x, i=i, b=b, p=p)
+            text = types.format(x=x, i=i, b=b, p=p, k=k)
             signature, constants = {}, {}
             for item in text.split():
                 name, value = item.split("=")
@@ -112,9 +140,20 @@ def main() -> None:
                     signature[name] = "constexpr"
                 else:
                     signature[name] = value
-            source = ASTSource(kernel, signature, constexprs=constants)
-            triton.compile(source, target=TARGET)
-            sys.stdout.write(f"compiled {kernel.fn.__name__} {text}\n")
+            # As in a launch: memory that the allocator gives, and whole blocks of a row.
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, (name, kind) in enumerate(signature.items())
+                if kind.startswith("*") or name == "width"
+            }
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+            warps = launched_warps(kernel)
+            compiled = triton.compile(source, target=TARGET, options={"num_warps": warps})
+            registers, stack = resources(compiled)
+            sys.stdout.write(
+                f"compiled {kernel.fn.__name__} {text}: {registers} registers, {warps} warps\n"
+            )
+            assert stack == 0, f"{kernel.fn.__name__} spills {stack} bytes"
 
 
 if __name__ == "__main__":

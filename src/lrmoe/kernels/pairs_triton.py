@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 _IDS_PER_PROGRAM = 128  # which are compared with one another
-_KINDS_AT_ONCE = 64
+_KINDS_AT_ONCE = 32
 _PAIRS_PER_PROGRAM = 1024
 _TOKENS_AT_ONCE = 2048
 
@@ -39,7 +39,16 @@ def counting_sort(
     )
     end_Bb = count_Bb.view(-1).cumsum(0)
     _place[(num_blocks,)](
-        ids_N, count_Bb, end_Bb, order_N, sorted_N, N, num_ids, num_blocks, BLOCK=_IDS_PER_PROGRAM
+        ids_N,
+        count_Bb,
+        end_Bb,
+        order_N,
+        sorted_N,
+        N,
+        num_ids,
+        num_blocks,
+        BLOCK=_IDS_PER_PROGRAM,
+        OTHERS=_KINDS_AT_ONCE,
     )
     return order_N, sorted_N, count_Bb.sum(1)
 
@@ -114,33 +123,41 @@ def pack_kept(
 
 
 @triton.jit
-def _kind(ids, place, is_inside, num_ids):
-    """``id + 1``, 0 below the ids, one beyond them above."""
-    ids = tl.load(ids + place, mask=is_inside, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(ids, -1), num_ids) + 1
+def _kind(ids, place, num, num_ids):
+    """``id + 1``, 0 below the ids, one beyond them above; -1 beyond the last."""
+    ids = tl.load(ids + place, mask=place < num, other=0).to(tl.int64)
+    kind = (tl.minimum(tl.maximum(ids, -1), num_ids) + 1).to(tl.int32)
+    return tl.where(place < num, kind, -1)
 
 
 @triton.jit
 def _count(ids, counts, num, num_ids, num_blocks, BLOCK: tl.constexpr, KINDS: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
-    place = b * BLOCK + tl.arange(0, BLOCK)
-    is_inside = place < num
-    kind = tl.where(is_inside, _kind(ids, place, is_inside, num_ids), -1)
+    kind = _kind(ids, b * BLOCK + tl.arange(0, BLOCK), num, num_ids)
     for start in range(0, num_ids + 2, KINDS):
-        some = start + tl.arange(0, KINDS).to(tl.int64)
-        count = tl.sum((kind[:, None] == some[None, :]).to(tl.int64), 0)
-        tl.store(counts + some * num_blocks + b, count, mask=some < num_ids + 2)
+        some = start + tl.arange(0, KINDS)
+        count = tl.sum((kind[:, None] == some[None, :]).to(tl.int32), 0)
+        cell = some.to(tl.int64) * num_blocks + b
+        tl.store(counts + cell, count.to(tl.int64), mask=some < num_ids + 2)
 
 
 @triton.jit
-def _place(ids, counts, ends, order, ordered, num, num_ids, num_blocks, BLOCK: tl.constexpr):
+def _place(
+    ids, counts, ends, order, ordered, num, num_ids, num_blocks,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     nth = tl.arange(0, BLOCK)
     place = b * BLOCK + nth
     is_inside = place < num
-    kind = tl.where(is_inside, _kind(ids, place, is_inside, num_ids), -1)
-    is_before = (kind[:, None] == kind[None, :]) & (nth[None, :] < nth[:, None])
-    before = tl.sum(is_before.to(tl.int64), 1)
+    kind = _kind(ids, place, num, num_ids)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, BLOCK, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_kind = _kind(ids, b * BLOCK + other, num, num_ids)
+        is_before = (kind[:, None] == other_kind[None, :]) & (other[None, :] < nth[:, None])
+        before += tl.sum(is_before.to(tl.int32), 1)
+    kind = kind.to(tl.int64)
     cell = kind * num_blocks + b
     end = tl.load(ends + cell, mask=is_inside, other=0)
     count = tl.load(counts + cell, mask=is_inside, other=0)

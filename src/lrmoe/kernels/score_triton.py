@@ -15,7 +15,7 @@ from lrmoe.kernels.select_triton import gray_code, gray_place
 
 _PAIRS_PER_PROGRAM = 1024
 _ROWS_PER_PROGRAM = 16
-_LARGEST_BLOCK = 128  # entries of a row at a time
+_LARGEST_BLOCK = 128  # entries of a row at a time, of half types; of float32 a quarter
 _FIRST = tl.constexpr(16)
 _ALL = tl.constexpr(64)
 
@@ -54,6 +54,8 @@ def grad_pass(
     norm_sq_T = grad_TD.new_empty(T, dtype=torch.float32)
     is_bad_T = grad_TD.new_empty(T, dtype=torch.uint8)
     code_T = grad_TD.new_empty(T, dtype=torch.int64)
+    is_float32 = grad_TD.dtype == torch.float32
+    largest = _LARGEST_BLOCK // 4 if is_float32 else _LARGEST_BLOCK
     if T:
         _grad_pass[(triton.cdiv(T, _ROWS_PER_PROGRAM),)](
             grad_TD.contiguous(),
@@ -65,10 +67,9 @@ def grad_pass(
             T,
             D,
             HAS_ALL=has_all_signs,
-            # In which the products of half types are exact.
-            PRECISION="ieee" if grad_TD.dtype == torch.float32 else "tf32",
+            PRECISION="ieee" if is_float32 else "tf32",  # in which those of half types are exact
             ROWS=_ROWS_PER_PROGRAM,
-            BLOCK=min(triton.next_power_of_2(max(D, 16)), _LARGEST_BLOCK),
+            BLOCK=max(min(triton.next_power_of_2(D), largest), 16),
         )
     return norm_sq_T, is_bad_T.view(torch.bool), code_T
 
