@@ -30,10 +30,9 @@ WORDS = {"wide": tl.float32, "tf32": "tf32", "ieee": "ieee"}
 # precision of products, {k} their block.
 TYPES = {
     rows_triton._gather: "rows=*{x} ids=*{i} out=*{x} num_rows=i32 width=i32 ROWS=4 BLOCK=2048",
-    rows_triton._count: "ids=*{i} count=*i64 num_ids=i32 BLOCK=1024",
-    rows_triton._fill: "ids=*{i} following=*i64 entries=*i64 num_ids=i32 BLOCK=1024",
+    rows_triton._fill: "ids=*{i} counts=*i32 places=*i32 num_ids=i32 most=i32 BLOCK=1024",
     rows_triton._sum: (
-        "rows=*{x} entries=*i64 ends=*i64 out=*{x} width=i32 BLOCK=2048 ENTRIES=16 WIDE=wide"
+        "rows=*{x} places=*i32 counts=*i32 out=*{x} width=i32 most=i32 BLOCK=2048 MOST=8 WIDE=wide"
     ),
     rows_triton._norm: "rows=*{x} norm_sq=*fp32 is_bad=*u8 width=i32 BLOCK=2048 WIDE=wide",
     rows_triton._poison: "rows=*{x} flags=*u8 stride=i32 width=i32 BLOCK=2048",
@@ -52,7 +51,10 @@ TYPES = {
         "ids=*{i} counts=*i64 ends=*i64 order=*i64 ordered=*i64 num=i32 num_ids=i32 "
         "num_blocks=i32 BLOCK=128 OTHERS=32"
     ),
-    pairs_triton._scan: ("needed=*u8 starts=*i64 tokens=*i64 rows=*i32 num_tokens=i32 BLOCK=2048"),
+    pairs_triton._scan: (
+        "needed=*u8 starts=*i64 tokens=*i64 rows=*i32 num_tokens=i32 num_ranks=i32 total=i32 "
+        "BLOCK=2048"
+    ),
     pairs_triton._rows: (
         "rows=*i32 tokens=*i64 ranks=*i64 found=*i32 num=i32 num_tokens=i32 BLOCK=1024"
     ),

@@ -137,7 +137,7 @@ def test_bytes_are_those_of_the_tensors_read_and_written():
     moved = nbytes(gate_up, ids, grad_h, coef, *results)
     assert kernels.gated_backward_bytes(P, F, 2) == moved
     rows, row_ids = torch.randn(P, D).bfloat16(), torch.arange(P, dtype=torch.int32) % T
-    moved = nbytes(rows, row_ids, sum_rows(rows, row_ids, T))
+    moved = nbytes(rows, row_ids, sum_rows(rows, row_ids, T, P))
     assert kernels.sum_bytes(P, T, D, 2) == moved
 
 

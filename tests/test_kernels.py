@@ -333,7 +333,7 @@ def test_gather_and_sum_rows_equal_loops(dtype):
     for _ in range(3):
         gathered = gather_rows(rows_UD, row_ids, "rows")
         assert torch.equal(gathered, rows_UD[row_ids.long()])
-        summed = sum_rows(rows_PD, row_ids, 6)
+        summed = sum_rows(rows_PD, row_ids, 6, 3)
         want = torch.zeros(6, 8, dtype=torch.float64)
         for row, i in zip(rows_PD, row_ids.tolist(), strict=True):
             want[i] += row.double()
@@ -345,7 +345,9 @@ def test_gather_and_sum_rows_equal_loops(dtype):
 def test_rows_without_rows(shape):
     num_pairs, num_rows = shape
     nothing = torch.zeros(num_pairs, dtype=torch.int32)
-    assert sum_rows(torch.zeros(num_pairs, 4), nothing, num_rows).tolist() == [[0.0] * 4] * num_rows
+    assert (
+        sum_rows(torch.zeros(num_pairs, 4), nothing, num_rows, 1).tolist() == [[0.0] * 4] * num_rows
+    )
     assert gather_rows(torch.zeros(num_rows, 4), nothing, "rows").shape == (0, 4)
 
 
@@ -353,18 +355,18 @@ def test_sum_rows_accumulates_in_float32_and_casts_once():
     # 4,096 times 2^-9 beside a 1: a bfloat16 sum would stay at 1
     rows = torch.full((4097, 8), 2.0**-9).bfloat16()
     rows[0] = 1.0
-    total = sum_rows(rows, torch.zeros(4097, dtype=torch.int32), 1)
+    total = sum_rows(rows, torch.zeros(4097, dtype=torch.int32), 1, 4097)
     assert torch.equal(total, torch.full((1, 8), 9.0).bfloat16())
 
 
 def test_sum_rows_has_the_same_bits_every_time():
     rows, ids = torch.randn(500, 16), torch.randint(20, (500,)).int()
-    first = sum_rows(rows, ids, 20)
+    first = sum_rows(rows, ids, 20, 500)
     in_order = torch.zeros(20, 16)
     for row, i in zip(rows, ids.tolist(), strict=True):
         in_order[i] += row
     for _ in range(3):
-        assert torch.equal(sum_rows(rows, ids, 20), first)
+        assert torch.equal(sum_rows(rows, ids, 20, 500), first)
     assert torch.equal(first, in_order)
 
 

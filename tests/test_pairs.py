@@ -78,12 +78,13 @@ def test_a_token_has_one_row_per_destination_whatever_the_padding(case, data):
     needed = [sorted({t for t, r in pairs if r == rank}) for rank in range(num_ranks)]
     assert rows_W.tolist() == [len(tokens) for tokens in needed]
 
-    slack = [data.draw(st.integers(0, 2)) for _ in range(num_ranks)]
+    slack = [data.draw(st.integers(0, num_tokens - len(tokens))) for tokens in needed]
     rows = token_rows(needed_WT, token_P, rank_P, rows_W.numpy() + np.array(slack))
     start = 0
     for rank, tokens in enumerate(needed):
         message = rows.token_U[start : start + len(tokens) + slack[rank]].tolist()
         assert message[: len(tokens)] == tokens
+        assert len(set(message)) == len(message)  # what comes back is summed by token
         for (token, destination), row in zip(pairs, rows.row_P.tolist(), strict=True):
             if destination == rank:
                 assert row < len(tokens)  # no pair names a padding row

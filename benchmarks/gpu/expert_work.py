@@ -190,7 +190,11 @@ def rank_work(routing: Routing, made: Plan, rank: int, buffers: Buffers) -> Rank
 
     def groups(pairs_e: Int) -> compute.Groups:
         ends = torch.from_numpy(pairs_e.cumsum().astype(np.int32)).to(device)
-        return compute.Groups(offsets_e=ends, home_rows=int(pairs_e[:e].sum()))
+        return compute.Groups(
+            offsets_e=ends,
+            home_rows=int(pairs_e[:e].sum()),
+            top_k=routing.expert_NK.shape[1],
+        )
 
     num_replicas = len(here_V) - e
     replicas = compute.Weights(

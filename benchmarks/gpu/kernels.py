@@ -110,7 +110,7 @@ def row_kernels(problem: Problem) -> list[Kernel]:
         ),
         Kernel(
             name="sum_rows",
-            run=lambda: sum_rows(y_ND, token_N, T),
+            run=lambda: sum_rows(y_ND, token_N, T, size.top_k),
             num_bytes=sum_bytes(N, T, D, b),
         ),
         Kernel(

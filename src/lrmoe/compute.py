@@ -45,6 +45,7 @@ class Groups:
 
     offsets_e: torch.Tensor  # int32, inclusive ends of home experts, then replicas
     home_rows: int  # rows of the home experts, known on the host
+    top_k: int  # no token has more rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def forward_experts(
         output = _joined(outputs)
         largest = _nbytes(output)
     else:
-        output, largest = _summed(outputs, row_R, x_UD.shape[0])
+        output, largest = _summed(outputs, row_R, x_UD.shape[0], groups.top_k)
     return ForwardWork(
         gate_up_R2F=gate_up_R2F,
         output=output,
@@ -181,7 +182,7 @@ def backward_experts(
         del x_PD
     if needs_x:
         products = _products(grad_gate_up_P2F, lambda w: w.gate_up_e2FD, kept.groups, experts)
-        grad_x_UD, largest = _summed(products, kept.row_P, num_rows)
+        grad_x_UD, largest = _summed(products, kept.row_P, num_rows, kept.groups.top_k)
         late = max(late, grad_gate_up_P2F.nbytes + largest)
     return Gradients(
         x_UD=grad_x_UD,
@@ -253,7 +254,7 @@ def _joined(products: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _summed(
-    products: Iterable[torch.Tensor], row_ids_R: torch.Tensor, num_rows: int
+    products: Iterable[torch.Tensor], row_ids_R: torch.Tensor, num_rows: int, top_k: int
 ) -> tuple[torch.Tensor, int]:
     """Sums of the products per token row; and the bytes of both at their largest.
 
@@ -264,7 +265,7 @@ def _summed(
     for product in products:
         row_ids = row_ids_R[first : first + len(product)]
         first += len(product)
-        part_UD = sum_rows(product, row_ids, num_rows)
+        part_UD = sum_rows(product, row_ids, num_rows, top_k)
         before = 0 if sums_UD is None else sums_UD.nbytes
         largest = max(largest, before + _nbytes(product, part_UD))
         sums_UD = part_UD if sums_UD is None else sums_UD.add_(part_UD)

@@ -196,7 +196,7 @@ def collect_rows(
     returned_UD = exchange.all_to_all(
         rows_UD, as_list(splits.receive_rows_W), as_list(splits.send_rows_W)
     )
-    return sum_rows(returned_UD, token_U, num_tokens)
+    return sum_rows(returned_UD, token_U, num_tokens, exchange.num_ranks)
 
 
 def return_pairs(

@@ -64,11 +64,18 @@ def with_kept_pairs(
     return local
 
 
-def groups(order: ArrivalOrder, pairs_WV: Int, plan: Plan, exchange: Exchange) -> compute.Groups:
+def groups(
+    order: ArrivalOrder, pairs_WV: Int, record: CallRecord, exchange: Exchange
+) -> compute.Groups:
     """Where the rows of each instance on this rank end."""
+    plan = record.plan
     here = dispatch.local_instances(plan, exchange.rank)
     home = slice(here.start, here.start + len(plan.quota_E) // exchange.num_ranks)
-    return compute.Groups(offsets_e=order.offsets_e, home_rows=int(pairs_WV[:, home].sum()))
+    return compute.Groups(
+        offsets_e=order.offsets_e,
+        home_rows=int(pairs_WV[:, home].sum()),
+        top_k=record.top_k,
+    )
 
 
 def kept_pairs(
@@ -76,7 +83,7 @@ def kept_pairs(
     row_R: torch.Tensor | None,
     x_UD: torch.Tensor,
     gate_up_R2F: torch.Tensor | None,
-    plan: Plan,
+    record: CallRecord,
     exchange: Exchange,
     local: compute.Experts,
 ) -> tuple[compute.KeptPairs, torch.Tensor, torch.Tensor | None]:
@@ -90,7 +97,7 @@ def kept_pairs(
             alone, in their order.
         gate_up_R2F: ``None`` where it is recomputed for all kept pairs.
     """
-    rows = groups(announced.order, announced.kept_WV, plan, exchange)
+    rows = groups(announced.order, announced.kept_WV, record, exchange)
     num_rows = int(announced.splits.receive_rows_W.sum())
     gate_up_row_P: torch.Tensor | None = None  # None: in their own order
     if row_R is None:
@@ -115,6 +122,7 @@ def kept_pairs(
             moved = compute.Groups(
                 offsets_e=_count_through(moved_M, rows.offsets_e),
                 home_rows=int((moved_M < rows.home_rows).sum()),  # device sync
+                top_k=rows.top_k,
             )
             moved_gate_up = compute.recompute_gate_up(x_UD, x_row_P[moved_M], moved, local)
             source_P = announced.forward_P.index_copy(

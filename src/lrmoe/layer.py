@@ -281,7 +281,7 @@ class _RecalibratedExperts(torch.autograd.Function):
                 )
                 local = with_kept_pairs(local, record, exchange, announced.kept_WV)
                 kept, x_UD, gate_up_R2F = kept_pairs(
-                    announced, arrived.row_R, x_UD, gate_up_R2F, plan, exchange, local
+                    announced, arrived.row_R, x_UD, gate_up_R2F, record, exchange, local
                 )
                 x_UD, gate_up_R2F = compute.compact_saved(x_UD, gate_up_R2F, kept, num_rows)
             saved |= announced.tensors()
@@ -368,7 +368,7 @@ class _RecalibratedExperts(torch.autograd.Function):
             row_R,
             saved["x_UD"],
             saved.get("gate_up_R2F"),
-            plan,
+            record,
             exchange,
             local,
         )
@@ -454,7 +454,11 @@ def _dispatch(
             token_U=None,
             pair_M=None,
             splits=splits,
-            groups=compute.Groups(offsets_e=arrived.order.offsets_e, home_rows=len(p_N)),
+            groups=compute.Groups(
+                offsets_e=arrived.order.offsets_e,
+                home_rows=len(p_N),
+                top_k=pairs.top_k_index_TK.shape[1],
+            ),
             local=compute.Experts(home=home, replicas=None, act=call.act),
         )
     record = call.pending.record()
@@ -475,7 +479,7 @@ def _dispatch(
         token_U=token_U,
         pair_M=sending.pair_M,
         splits=splits,
-        groups=groups(arrived.order, plan.forward_WV, plan, exchange),
+        groups=groups(arrived.order, plan.forward_WV, record, exchange),
         local=local,
     )
 

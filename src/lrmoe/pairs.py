@@ -176,7 +176,7 @@ def token_rows(
 
     Args:
         rows_W: host row counts of the payload. Larger than the number of needed rows where they are
-            a bound: the rows beyond are padding that no pair names.
+            a bound (at most the tokens): the rows beyond are padding that no pair names.
     """
     start_W = upload(rows_W.cumsum() - rows_W, token_P.device)
     token_U, row_P = list_rows(needed_WT, start_W, token_P, rank_P, int(rows_W.sum()))
@@ -201,13 +201,16 @@ def list_rows(
 
     Args:
         needed_WT: bool, whether a rank needs a token.
-        start_W: int64, where the rows of each rank begin; rows that are not needed name token 0.
+        start_W: int64, where the rows of each rank begin: no more than tokens. Rows that are not
+            needed name tokens that are not, so that a rank has no token twice.
     """
-    row_WT = needed_WT.cumsum(1) - 1
-    # Tokens that are not needed all write to one place past the end.
-    place_WT = torch.where(needed_WT, row_WT + start_W[:, None], total)
+    needed_W1 = needed_WT.sum(1, keepdim=True)
+    row_WT = torch.where(needed_WT, needed_WT.cumsum(1), needed_W1 + (~needed_WT).cumsum(1)) - 1
+    size_W = start_W.diff(append=start_W.new_full((1,), total))
+    # Tokens without a row all write to one place past the end.
+    place_WT = torch.where(row_WT < size_W[:, None], row_WT + start_W[:, None], total)
     token_WT = torch.arange(needed_WT.shape[1], device=token_P.device).expand_as(needed_WT)
-    token_U = token_P.new_zeros(total + 1)
+    token_U = token_P.new_empty(total + 1)
     token_U[place_WT.reshape(-1)] = token_WT.reshape(-1)
     return token_U[:total].clone(), row_WT[rank_P, token_P].to(torch.int32)
 

@@ -187,7 +187,8 @@ def add_replica_gradients(
     of_part_n = upload(np.concatenate([np.arange(len(expert_u)), row_n]), grad_eAB.device)
     A = grad_eAB.shape[1]
     of_row = of_part_n[:, None] * A + torch.arange(A, device=grad_eAB.device)
-    totals = sum_rows(parts.flatten(0, 1), of_row.flatten(), len(expert_u) * A)
+    most = 1 + int(np.bincount(row_n).max())
+    totals = sum_rows(parts.flatten(0, 1), of_row.flatten(), len(expert_u) * A, most)
     return grad_eAB.index_copy_(0, expert_ids, totals.view(-1, *grad_eAB.shape[1:]))
 
 

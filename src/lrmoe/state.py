@@ -58,6 +58,8 @@ class CallRecord:
     shape: LayerShape
     rows_WW: Int
     """Unique token rows from each source (first) to each destination rank in the forward pass."""
+    top_k: int
+    """Experts of a token, the most of any rank."""
     number: int
     """Of this layer's differentiable calls, counted alike on every rank."""
     may_be_recomputed: bool
@@ -283,7 +285,8 @@ class LayerState:
         may_be_recomputed: bool,
         casts_weights: bool,
     ) -> CallRecord:
-        counts_WE, rows_WW, held_3W, node_W, noise_WB = _read_counts(counts.wait(), shape.experts)
+        read = _read_counts(counts.wait(), shape.experts)
+        counts_WE, rows_WW, held_3W, node_W, top_k_W, noise_WB = read
         started = time.perf_counter()
         if is_differentiable:
             rate = None
@@ -315,6 +318,7 @@ class LayerState:
             plan=plan_,
             shape=shape,
             rows_WW=rows_WW,
+            top_k=int(top_k_W.max()),
             number=next(self._numbers) if is_differentiable else -1,
             may_be_recomputed=may_be_recomputed,
             text_T=self.text_T if self.config.strata == "text" else None,
@@ -526,17 +530,18 @@ def _start_gather_counts(
         rank_N = pairs.expert_N.clamp(0, num_experts - 1) // (num_experts // W)
         needed_WT, rows_W = count_token_rows(pairs.token_N, rank_N, T, W)
         home_rows = HomeRows(rank_N=rank_N, needed_WT=needed_WT)
-    said = upload(np.array([*held, _node(), needs], np.int64), device)
+    top_k = top_k_index_TK.shape[1]
+    said = upload(np.array([*held, _node(), top_k, needs], np.int64), device)
     assert pairs.count_B is not None
     counts = exchange.start_all_gather_counts(torch.cat([pairs.count_B, rows_W, *noise, said]))
     return counts, home_rows
 
 
-def _read_counts(gathered: Int, num_experts: int) -> tuple[Int, Int, Int, Int, Int]:
+def _read_counts(gathered: Int, num_experts: int) -> tuple[Int, Int, Int, Int, Int, Int]:
     """Routed pairs [W, E] and unique token rows [W, W] of all ranks; raises on all or on none.
 
-    Beside them what the ranks say of their memory, [3, W], their nodes, [W], and their noise,
-    [W, B], measured in earlier calls.
+    Beside them what the ranks say of their memory, [3, W], their nodes, [W], the experts of a
+    token, [W], and their noise, [W, B], measured in earlier calls.
     """
     # Ids of no expert, below and above, come first and last of the counts.
     W, first = len(gathered), num_experts + 2
@@ -558,8 +563,9 @@ def _read_counts(gathered: Int, num_experts: int) -> tuple[Int, Int, Int, Int, I
             f"hidden_states, 4 for top_k_weights, 8 for gate_up_proj, 16 for down_proj: "
             f"{needs_W.tolist()}); all ranks must do the same"
         )
-    rows_WW, noise_WB = gathered[:, first : first + W], gathered[:, first + W : -5]
-    return counts_WE, rows_WW, gathered[:, -5:-2].T, gathered[:, -2], noise_WB
+    rows_WW, noise_WB = gathered[:, first : first + W], gathered[:, first + W : -6]
+    held_3W, node_W, top_k_W = gathered[:, -6:-3].T, gathered[:, -3], gathered[:, -2]
+    return counts_WE, rows_WW, held_3W, node_W, top_k_W, noise_WB
 
 
 def _is_hooked() -> bool:
@@ -589,7 +595,7 @@ def _gather_rows(
 
 def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor, state: LayerState | None) -> None:
     """Stand in for a call whose arguments are bad, so that the other ranks do not wait for it."""
-    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 7
+    size = gate_up_proj.shape[0] * exchange.num_ranks + exchange.num_ranks + 8
     size += 0 if state is None else state.num_noise
     exchange.all_gather_counts(torch.full((size,), -1, device=gate_up_proj.device))
 

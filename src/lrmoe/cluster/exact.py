@@ -268,6 +268,7 @@ def _rank_call(
         plan=made,
         shape=traced_shape(info, state, counts_WE),
         rows_WW=rows_WW,
+        top_k=info.top_k,
         number=0,
         may_be_recomputed=False,
     )

@@ -60,9 +60,9 @@ def list_rows(
     rank_P: torch.Tensor,
     total: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`lrmoe.pairs.list_rows`. One program per rank passes over the tokens' flags once."""
+    """:func:`lrmoe.pairs.list_rows`. One program per rank passes over the tokens' flags twice."""
     W, T = needed_WT.shape
-    token_U = token_P.new_zeros(total)  # padding rows name token 0
+    token_U = token_P.new_empty(total)
     row_P = torch.empty_like(token_P, dtype=torch.int32)
     if T == 0:
         return token_U, row_P
@@ -73,6 +73,8 @@ def list_rows(
         token_U,
         row_WT,
         T,
+        W,
+        total,
         BLOCK=_TOKENS_AT_ONCE,
     )
     if len(token_P):
@@ -167,17 +169,27 @@ def _place(
 
 
 @triton.jit
-def _scan(needed, starts, tokens, rows, num_tokens, BLOCK: tl.constexpr):
+def _scan(needed, starts, tokens, rows, num_tokens, num_ranks, total, BLOCK: tl.constexpr):
     w = tl.program_id(0).to(tl.int64)
-    row = tl.load(starts + w) * 0
+    first = tl.load(starts + w)
+    size = tl.load(starts + w + 1, mask=w + 1 < num_ranks, other=total) - first
+    beyond = first * 0  # where those that are not needed follow
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        flag = tl.load(needed + w * num_tokens + token, mask=token < num_tokens, other=0)
+        beyond += tl.sum(flag.to(tl.int64), 0)
+    row = first * 0
     for start in range(0, num_tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         is_inside = token < num_tokens
         flag = tl.load(needed + w * num_tokens + token, mask=is_inside, other=0).to(tl.int64)
-        place = row + tl.cumsum(flag, 0) - 1
+        rest = tl.where(is_inside, 1 - flag, 0)
+        needed_row = row + tl.cumsum(flag, 0) - 1
+        place = tl.where(flag != 0, needed_row, beyond + tl.cumsum(rest, 0) - 1)
         tl.store(rows + w * num_tokens + token, place.to(tl.int32), mask=is_inside)
-        tl.store(tokens + tl.load(starts + w) + place, token.to(tl.int64), mask=flag != 0)
+        tl.store(tokens + first + place, token.to(tl.int64), mask=is_inside & (place < size))
         row += tl.sum(flag, 0)
+        beyond += tl.sum(rest, 0)
 
 
 @triton.jit

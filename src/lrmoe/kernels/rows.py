@@ -23,19 +23,27 @@ def gather_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, name: str) -> to
 
 
 @define(
-    "rows_triton", fake=lambda rows_PD, _, num_rows: rows_PD.new_empty(num_rows, rows_PD.shape[1])
+    "rows_triton",
+    fake=lambda rows_PD, _, num_rows, most: rows_PD.new_empty(num_rows, rows_PD.shape[1]),
 )
-def sum_rows(rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+def sum_rows(
+    rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int, most: int
+) -> torch.Tensor:
     """For every unique row the sum of the rows that name it, zero for one that none names.
 
     Accumulates in float32 (float64 for float64), casts once, always in ascending order of P: the
     same bits every time.
+
+    Args:
+        most: no unique row is named more often.
     """
     if rows_PD.shape[0] == 0 or num_rows == 0:
         return rows_PD.new_zeros(num_rows, rows_PD.shape[1])
     order_P = torch.argsort(row_ids_P, stable=True)
-    ends_U = torch.bincount(row_ids_P, minlength=num_rows).cumsum(0)
-    offsets = F.pad(ends_U, (1, 0))
+    count_U = torch.bincount(row_ids_P, minlength=num_rows)
+    if rows_PD.device.type == "cpu":
+        assert int(count_U.max()) <= most, "a row is named more often than was said"
+    offsets = F.pad(count_U.cumsum(0), (1, 0))
     return F.embedding_bag(order_P, rows_PD, offsets, mode="sum", include_last_offset=True)
 
 

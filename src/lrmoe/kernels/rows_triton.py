@@ -17,7 +17,7 @@ _LARGEST_BLOCK = 2048  # entries of a row that one program holds
 _IDS_PER_PROGRAM = 1024
 _ENTRIES_TO_CLEAR = 8192
 _ROWS_PER_PROGRAM = 4
-_NONE = tl.constexpr(1 << 62)  # beyond every row
+_NONE = tl.constexpr((1 << 31) - 1)  # beyond every row
 
 
 def copy_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, out_PD: torch.Tensor) -> None:
@@ -32,27 +32,34 @@ def copy_rows(rows_UD: torch.Tensor, row_ids_P: torch.Tensor, out_PD: torch.Tens
     )
 
 
-def sum_rows(rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+def sum_rows(
+    rows_PD: torch.Tensor, row_ids_P: torch.Tensor, num_rows: int, most: int
+) -> torch.Tensor:
     """Sums of the rows that name each unique row.
 
-    Moves ``(P + U) D`` entries, ``3 P`` ids and ``4 U`` offsets.
+    Moves ``(P + U) D`` entries, ``P`` ids, ``8 P`` bytes of places and ``8 U`` of counts.
     """
     (P, D), U = rows_PD.shape, num_rows
     if P == 0 or U == 0 or D == 0:
         return rows_PD.new_zeros(U, D)
     out_UD = rows_PD.new_empty(U, D)
-    count_U = torch.zeros(U, dtype=torch.int64, device=out_UD.device)
-    ids = {"BLOCK": _IDS_PER_PROGRAM}
+    count_U = torch.zeros(U, dtype=torch.int32, device=out_UD.device)
+    place_Um = torch.empty(U, most, dtype=torch.int32, device=out_UD.device)
     grid = (triton.cdiv(P, _IDS_PER_PROGRAM),)
-    _count[grid](row_ids_P, count_U, P, **ids)
-    end_U = count_U.cumsum(0)
-    next_U = end_U - count_U
-    entry_P = torch.empty(P, dtype=torch.int64, device=out_UD.device)
-    _fill[grid](row_ids_P, next_U, entry_P, P, **ids)
+    _fill[grid](row_ids_P, count_U, place_Um, P, most, BLOCK=_IDS_PER_PROGRAM)
     block = _block(D)
     wide = tl.float64 if rows_PD.dtype == torch.float64 else tl.float32
-    grid = (U, triton.cdiv(D, block))
-    _sum[grid](rows_PD.contiguous(), entry_P, end_U, out_UD, D, BLOCK=block, ENTRIES=16, WIDE=wide)
+    _sum[(U, triton.cdiv(D, block))](
+        rows_PD.contiguous(),
+        place_Um,
+        count_U,
+        out_UD,
+        D,
+        most,
+        BLOCK=block,
+        MOST=triton.next_power_of_2(most),
+        WIDE=wide,
+    )
     return out_UD
 
 
@@ -105,51 +112,42 @@ def _gather(rows, ids, out, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _count(ids, count, num_ids, BLOCK: tl.constexpr):
+def _fill(ids, counts, places, num_ids, most, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < num_ids
     row = tl.load(ids + place, mask=is_inside, other=0).to(tl.int64)
-    tl.atomic_add(count + row, tl.full([BLOCK], 1, tl.int64), mask=is_inside)
+    nth = tl.atomic_add(counts + row, tl.full([BLOCK], 1, tl.int32), mask=is_inside)
+    # Never beyond the bucket, even if an id came more often than was said.
+    tl.store(places + row * most + nth, place.to(tl.int32), mask=is_inside & (nth < most))
 
 
 @triton.jit
-def _fill(ids, following, entries, num_ids, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = place < num_ids
-    row = tl.load(ids + place, mask=is_inside, other=0).to(tl.int64)
-    slot = tl.atomic_add(following + row, tl.full([BLOCK], 1, tl.int64), mask=is_inside)
-    tl.store(entries + slot, place, mask=is_inside)
-
-
-@triton.jit
-def _following(entries, first, last, before, ENTRIES: tl.constexpr):
-    """The smallest entry of a bucket above another one; ``_NONE`` after the last."""
-    smallest = first * 0 + _NONE
-    for start in range(first, last, ENTRIES):
-        place = start + tl.arange(0, ENTRIES)
-        entry = tl.load(entries + place, mask=place < last, other=_NONE)
-        smallest = tl.minimum(smallest, tl.min(tl.where(entry > before, entry, _NONE), 0))
-    return smallest
+def _following(places, before):
+    """The smallest place of a bucket above another one; ``_NONE`` after the last."""
+    return tl.min(tl.where(places > before, places, _NONE), 0)
 
 
 @triton.jit
 def _sum(
-    rows, entries, ends, out, width, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr
-):
+    rows, places, counts, out, width, most,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < width
-    first = tl.load(ends + row - 1, mask=row > 0, other=0)
-    last = tl.load(ends + row)
+    count = tl.load(counts + row)
+    nth = tl.arange(0, MOST)
+    bucket = tl.load(places + row * most + nth, mask=(nth < count) & (nth < most), other=_NONE)
     total = tl.zeros([BLOCK], dtype=WIDE)
-    before = first * 0 - 1
-    for _ in range(first, last, 2):  # two rows on their way at a time
-        one = _following(entries, first, last, before, ENTRIES)
-        two = _following(entries, first, last, one, ENTRIES)
+    before = count * 0 - 1
+    for _ in range(0, count, 2):  # two rows on their way at a time
+        one = _following(bucket, before)
+        two = _following(bucket, one)
         before = two
-        row_one = tl.load(rows + one * width + column, mask=is_inside, other=0.0)
-        is_there = is_inside & (two < _NONE)
-        row_two = tl.load(rows + two * width + column, mask=is_there, other=0.0)
+        values = rows + one.to(tl.int64) * width + column
+        row_one = tl.load(values, mask=is_inside, other=0.0)
+        values = rows + two.to(tl.int64) * width + column
+        row_two = tl.load(values, mask=is_inside & (two < _NONE), other=0.0)
         total += row_one.to(WIDE)
         total += row_two.to(WIDE)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
