@@ -135,9 +135,9 @@ def _sum(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < width
-    count = tl.load(counts + row)
+    count = tl.minimum(tl.load(counts + row), most)
     nth = tl.arange(0, MOST)
-    bucket = tl.load(places + row * most + nth, mask=(nth < count) & (nth < most), other=_NONE)
+    bucket = tl.load(places + row * most + nth, mask=nth < count, other=_NONE)
     total = tl.zeros([BLOCK], dtype=WIDE)
     before = count * 0 - 1
     for _ in range(0, count, 2):  # two rows on their way at a time
