@@ -36,7 +36,7 @@ TYPES = {
     ),
     rows_triton._norm: "rows=*{x} norm_sq=*fp32 is_bad=*u8 width=i32 BLOCK=2048 WIDE=wide",
     rows_triton._poison: "rows=*{x} flags=*u8 stride=i32 width=i32 BLOCK=2048",
-    rows_triton._clear: "products=*{x} ends=*i32 size=i32 BLOCK=8192",
+    rows_triton._clear: "products=*{x} ends=*i32 size=i32 PROGRAMS=16 BLOCK=8192",
     gated_triton._forward: (
         "gate_up=*{x} scale=*fp32 scaled=*{x} norm_sq=*fp32 width=i32 BLOCK=1024"
     ),

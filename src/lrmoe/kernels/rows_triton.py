@@ -15,7 +15,8 @@ import triton.language as tl
 
 _LARGEST_BLOCK = 2048  # entries of a row that one program holds
 _IDS_PER_PROGRAM = 1024
-_ENTRIES_TO_CLEAR = 8192
+_ENTRIES_TO_CLEAR = 8192  # at a time
+_PROGRAMS_PER_EXPERT = 16  # few, since hardly any has something to clear
 _ROWS_PER_PROGRAM = 4
 _NONE = tl.constexpr((1 << 31) - 1)  # beyond every row
 
@@ -92,8 +93,10 @@ def clear_empty(products_eAB: torch.Tensor, offsets_e: torch.Tensor) -> None:
     """Zero what belongs to experts without rows; nothing else is touched."""
     size = products_eAB[0].numel() if len(products_eAB) else 0
     if size:
-        grid = (len(offsets_e), triton.cdiv(size, _ENTRIES_TO_CLEAR))
-        _clear[grid](products_eAB, offsets_e, size, BLOCK=_ENTRIES_TO_CLEAR)
+        grid = (len(offsets_e), _PROGRAMS_PER_EXPERT)
+        _clear[grid](
+            products_eAB, offsets_e, size, PROGRAMS=_PROGRAMS_PER_EXPERT, BLOCK=_ENTRIES_TO_CLEAR
+        )
 
 
 def _block(width: int) -> int:
@@ -164,12 +167,13 @@ def _poison(rows, flags, stride, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _clear(products, ends, size, BLOCK: tl.constexpr):
+def _clear(products, ends, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0).to(tl.int64)
     if tl.load(ends + e) == tl.load(ends + e - 1, mask=e > 0, other=0):
-        place = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         nothing = tl.zeros([BLOCK], dtype=products.dtype.element_ty)
-        tl.store(products + e * size + place, nothing, mask=place < size)
+        for start in range(tl.program_id(1) * BLOCK, size, PROGRAMS * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(products + e * size + place, nothing, mask=place < size)
 
 
 @triton.jit
