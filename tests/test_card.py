@@ -229,6 +229,23 @@ def test_a_pass_launches_few_operators(num_ranks, strata, forward, backward):
             assert tuple(map(len, launched)) == (forward, backward), launched
 
 
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_counts_are_not_read_before_they_are_there(is_cuda):
+    """Only a CUDA event says when a copy that nothing waited for has arrived."""
+
+    class Counts:
+        device = CARD
+
+        def to(self, device, *, non_blocking=False):
+            assert device == "cpu"
+            assert non_blocking == self.is_cuda
+            return torch.tensor([3])
+
+    Counts.is_cuda = is_cuda
+    with pretended():
+        assert PendingCounts(Counts()).wait().tolist() == [3]
+
+
 @pytest.mark.parametrize("lengths", [(3, 5, 1), (0, 2, 0), (0, 0, 0)])
 def test_arrays_that_are_uploaded_together_arrive(lengths):
     arrays = [

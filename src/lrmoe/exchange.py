@@ -98,7 +98,8 @@ class PendingCounts:
 
     def __init__(self, counts: torch.Tensor) -> None:
         # Into pinned memory, so the copy takes its turn on the device and nothing waits for it yet.
-        self._counts = counts.to("cpu", non_blocking=True)
+        # On other accelerators there is no event below that says when such a copy has arrived.
+        self._counts = counts.to("cpu", non_blocking=counts.is_cuda)
         self._arrived = torch.cuda.Event() if counts.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(counts.device))
