@@ -75,6 +75,7 @@ class Card(TorchDispatchMode):
         self.uploads = []  # bytes of each copy from the host
         self.reads = []  # operators whose result the host waits for
         self.launches = []  # operators that do something: neither views nor empty tensors
+        self.late = []  # copies to the host that nobody waited for, and what they are to hold
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = dict(keywords or {})
@@ -92,13 +93,17 @@ class Card(TorchDispatchMode):
         else:
             # Numbers of the host may go along; an index may not, it would have to be copied.
             assert not there or all(t.ndim == 0 for t in here), f"{name} mixes host and card"
-        if there and (not is_there or _waits(name, arguments, keywords)):
+        is_late = name == "aten::_to_copy" and there and not is_there and keywords.get("non_blocking", False)
+        if there and not is_late and (not is_there or _waits(name, arguments, keywords)):
             self.reads.append(name)
         if is_there and not function.is_view and "empty" not in name and name != "aten::detach":
             self.launches.append(name)
         known = {id(t.held): t for t in there}
         arguments, keywords = tree_map(_held, (arguments, keywords))
         result = function(*arguments, **keywords)
+        if is_late:
+            self.late.append((result, result.clone()))
+            result.fill_(-(1 << 40))
         return tree_map(lambda value: _on_card(value, known), result) if is_there else result
 
 
@@ -167,13 +172,19 @@ class _SlotsOfThread(threading.local, Slots):
 
 
 class _Event:
-    """In place of ``torch.cuda.Event``: nothing is ever late."""
+    """In place of ``torch.cuda.Event``: what was copied before it is there once it is waited for."""
 
     def record(self, stream):
-        pass
+        self._late = list(_card().late)
 
     def synchronize(self):
-        pass
+        _card().reads.append("cudaEventSynchronize")
+        for result, values in self._late:
+            result.copy_(values)
+
+
+def _card():
+    return torch.utils._python_dispatch._get_current_dispatch_mode()
 
 
 @contextmanager

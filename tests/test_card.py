@@ -125,7 +125,7 @@ def test_one_rank_waits_for_the_counts_alone(draw, rows, scope, strata, rate, sa
     )
     with pretended():
         forward, backward = passes(case, config)
-    assert forward.reads == ["aten::_to_copy"]
+    assert forward.reads == ["cudaEventSynchronize"]
     assert backward.reads == []
 
 
@@ -242,7 +242,7 @@ def test_counts_are_not_read_before_they_are_there(is_cuda):
             return torch.tensor([3])
 
     Counts.is_cuda = is_cuda
-    with pretended():
+    with pretended(), Card():
         assert PendingCounts(Counts()).wait().tolist() == [3]
 
 
@@ -274,3 +274,16 @@ def test_what_waits_and_what_mixes_is_seen():
         assert card.uploads == [8]
     with pytest.raises(AssertionError, match="without the card"):
         _ = y + y
+
+
+def test_a_copy_that_nothing_waited_for_is_late():
+    with pretended(), Card() as card:
+        event, x = torch.cuda.Event(), put(torch.tensor([1, 0]))
+        event.record(None)
+        late = x.to("cpu", non_blocking=True)
+        event.synchronize()  # which was recorded before the copy
+        assert late.tolist() != [1, 0]
+        event.record(None)
+        event.synchronize()
+        assert late.tolist() == [1, 0]
+    assert card.reads == ["cudaEventSynchronize"] * 2
