@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,6 +274,45 @@ def test_what_is_timed_runs_behind_what_is_not(lead):
     assert len(log) == 3 * 2 * (1 + lead)
     is_timed = [getattr(mark, "__name__", "") == "mark" for mark in log]
     assert is_timed == ([False] * lead + [True]) * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, "flush event run event"),
+        ({"has_head_start": True}, "flush sleep event run event"),
+        ({"lead": 2}, "run run flush event run event"),
+        ({"is_host": True}, "flush wait run"),
+    ],
+)
+def test_a_card_has_a_cold_cache_when_the_clock_starts(options, order, monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, _):
+            return 1.0
+
+    flushed = SimpleNamespace(zero_=lambda: log.append("flush"))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: flushed)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("wait"))
+
+    def arm(mark):
+        log.append("run")
+        mark()
+
+    timing.time_in_turn(torch.device("cuda"), {"one": arm}, 1, warmup=0, **options)
+    assert " ".join(log) == order
 
 
 # Doubles of the packages' documented functions: pair by pair, in float32.

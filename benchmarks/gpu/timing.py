@@ -59,7 +59,7 @@ def time_in_turn(
     """Milliseconds of every arm in every round, [rounds, stages].
 
     A round runs every arm once, each round starting with another one, so that what slows the device
-    for a while slows all of them. The cache is flushed before each.
+    for a while slows all of them. The cache is flushed before each, behind its lead.
 
     Args:
         arms: each calls its argument at the end of every stage.
@@ -80,14 +80,14 @@ def time_in_turn(
         for i in range(-warmup, rounds):
             for k in range(len(names)):
                 name = names[(i + k) % len(names)]
+                for _ in range(lead):
+                    arms[name](lambda: None)
                 if flushed is not None:
-                    flushed.zero_()
+                    flushed.zero_()  # after the lead, whose weights and rows would be there still
                     if has_head_start:
                         torch.cuda._sleep(_HEAD_START_CYCLES)
                     if is_host:
                         torch.cuda.synchronize(device)  # the flush
-                for _ in range(lead):
-                    arms[name](lambda: None)
                 stopwatch = Stopwatch(device, is_host=is_host)
                 stopwatch.mark()
                 arms[name](stopwatch.mark)
