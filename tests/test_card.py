@@ -12,7 +12,7 @@ import torch
 import lrmoe.state
 from lrmoe import Budget, InfeasiblePlan, LayerState, Recalibration, experts, text_code
 from lrmoe.exchange import PendingCounts
-from lrmoe.upload import upload_together
+from lrmoe.upload import upload, upload_together
 from tests.card import CARD, Card, pretended, put, run_threads
 from tests.dist.test_layer import local, make_job
 from tests.dist.test_replicas import CONFIGS, random_plan
@@ -244,6 +244,28 @@ def test_counts_are_not_read_before_they_are_there(is_cuda):
     Counts.is_cuda = is_cuda
     with pretended(), Card():
         assert PendingCounts(Counts()).wait().tolist() == [3]
+
+
+@pytest.mark.parametrize(("num_bytes", "is_pinned"), [(1 << 16, False), ((1 << 16) + 8, True)])
+def test_large_arrays_go_through_pinned_memory(num_bytes, is_pinned, monkeypatch):
+    pinned, sent = [], []
+
+    def pin_memory(tensor):
+        pinned.append(tensor)
+        return tensor.clone()
+
+    def to(tensor, device, *, non_blocking):
+        assert non_blocking
+        sent.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    array = np.arange(num_bytes // 8)
+    found = upload(array, torch.device("cuda"))
+    assert np.array_equal(found.numpy(), array)
+    assert (len(pinned), len(sent)) == (int(is_pinned), 1)
+    assert np.shares_memory(sent[0].numpy(), array) != is_pinned
 
 
 @pytest.mark.parametrize("lengths", [(3, 5, 1), (0, 2, 0), (0, 0, 0)])

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,6 +35,7 @@ from benchmarks.gpu import (
     training,
 )
 from benchmarks.gpu.reference import passes
+from lrmoe.exchange import PendingCounts
 from lrmoe.kernels.gated import gated_backward
 from lrmoe.kernels.rows import sum_rows
 from lrmoe.planner import Costs
@@ -313,6 +315,21 @@ def test_a_card_has_a_cold_cache_when_the_clock_starts(options, order, monkeypat
 
     timing.time_in_turn(torch.device("cuda"), {"one": arm}, 1, warmup=0, **options)
     assert " ".join(log) == order
+
+
+def test_waits_are_counted_that_pytorch_does_not_warn_of(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+
+    def run():
+        PendingCounts(torch.tensor([1])).wait()
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    found = syncs.count_syncs(torch.device("cuda"), run)
+    assert found.total() == 2
+    assert found["the counts"] == 1
+    assert syncs.count_syncs(torch.device("cpu"), lambda: None).total() == 0
 
 
 # Doubles of the packages' documented functions: pair by pair, in float32.

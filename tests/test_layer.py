@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -465,6 +466,33 @@ def test_a_non_finite_gradient_is_never_hidden(selection, bad):
                 for e in range(5):
                     assert run.grads["down"][e].isfinite().all() == (e not in touched)
                 assert run.report.nonfinite_tokens == 1
+
+
+def test_tokens_without_a_finite_gradient_are_counted_over_all_calls_of_a_step():
+    state, case = LayerState(Recalibration(rate=0.5)), make_case(9)
+    case.grad[3], case.grad[5] = float("nan"), float("inf")
+    for _ in range(3):
+        run = run_layer(case, state=state)
+    assert run.report.nonfinite_tokens == 6
+
+
+@pytest.mark.parametrize("settings", [{}, {"draw": "forward"}, {"router_grad": "exact"}])
+def test_the_sorted_pairs_are_not_held_until_the_backward_pass(settings, monkeypatch):
+    made = []
+
+    def sort(*arguments):
+        pairs = sort_pairs(*arguments)
+        made.extend(map(weakref.ref, (pairs.flat_N, pairs.token_N, pairs.sorted_N)))
+        return pairs
+
+    monkeypatch.setattr(layer, "sort_pairs", sort)
+    case = make_case(9)
+    x = case.x.requires_grad_()
+    state = LayerState(Recalibration(rate=0.5, **settings))
+    output = experts(x, case.expert, case.p, case.gate_up, case.down, state=state)
+    assert output.requires_grad
+    assert len(made) == 3
+    assert [pairs() for pairs in made] == [None] * 3
 
 
 def test_a_gradient_whose_norm_overflows_is_finite_and_ranks_first():
