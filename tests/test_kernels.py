@@ -158,6 +158,16 @@ def test_a_library_that_is_not_there_is_refused_on_import(library, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0]])
+def test_rows_of_no_expert_do_not_lengthen_the_padding(counts):
+    """Ids of no expert are refused after the products; those must not run out of memory first."""
+    _, place_P, longest = grouped_gemm._padding(_offsets(counts), 1000)
+    assert longest == max(*counts, 1)
+    assert place_P.max() < longest
+    rows, weight = torch.randn(1000, 4).double(), torch.randn(3, 4, 5).double()
+    assert grouped_mm(rows, weight, _offsets(counts)).shape == (1000, 5)
+
+
 def test_sizes_that_grouped_mm_cannot_take_warn_once():
     # one warning for all GEMMs of all layers, not one per call site
     offsets = _offsets([2, 1])

@@ -138,10 +138,13 @@ def _padding(offsets_e: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torc
     """Expert and place inside the expert of every row, and the longest expert (device sync).
 
     Rows beyond the last offset, which is where ids of no expert end up before they are refused,
-    count as the last expert's.
+    take the last place of the last expert: they must not make the padding longer.
     """
+    if num_rows == 0:
+        return offsets_e.new_zeros(0), offsets_e.new_zeros(0), 0
     row_P = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
     last = offsets_e.shape[0] - 1
     expert_P = torch.searchsorted(offsets_e, row_P, right=True).clamp_(max=last)
-    place_P = row_P - F.pad(offsets_e, (1, 0))[expert_P]
-    return expert_P, place_P, int(place_P.max()) + 1 if num_rows else 0
+    start_e = F.pad(offsets_e, (1, 0))
+    longest = max(int(start_e.diff().max()), 1)
+    return expert_P, (row_P - start_e[expert_P]).clamp_(max=longest - 1), longest
