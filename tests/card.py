@@ -93,7 +93,7 @@ class Card(TorchDispatchMode):
         else:
             # Numbers of the host may go along; an index may not, it would have to be copied.
             assert not there or all(t.ndim == 0 for t in here), f"{name} mixes host and card"
-        is_late = name == "aten::_to_copy" and there and not is_there and keywords.get("non_blocking", False)
+        is_late = bool(there) and not is_there and keywords.get("non_blocking", False)
         if there and not is_late and (not is_there or _waits(name, arguments, keywords)):
             self.reads.append(name)
         if is_there and not function.is_view and "empty" not in name and name != "aten::detach":
@@ -172,7 +172,7 @@ class _SlotsOfThread(threading.local, Slots):
 
 
 class _Event:
-    """In place of ``torch.cuda.Event``: what was copied before it is there once it is waited for."""
+    """In place of ``torch.cuda.Event``: copies before it are there once it is waited for."""
 
     def record(self, stream):
         self._late = list(_card().late)
