@@ -3,8 +3,10 @@
 import copy
 import io
 import pickle
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -205,7 +207,7 @@ def test_three_passes_reuse_scratch_memory_and_give_the_same_bits():
         for _ in range(3):
             for seed, num_tokens in ((0, 16), (1, 40), (2, 3)):
                 case = make_case(num_tokens, seed=seed, dtype=torch.float32)
-                for buffer in scratch._buffers.values():
+                for buffer in scratch._scratch.buffers.values():
                     buffer.fill_(float("nan"))
                 run = run_layer(case, config)
                 check_run(case, run, config)
@@ -474,6 +476,33 @@ def test_tokens_without_a_finite_gradient_are_counted_over_all_calls_of_a_step()
     for _ in range(3):
         run = run_layer(case, state=state)
     assert run.report.nonfinite_tokens == 6
+
+
+def test_scratch_memory_of_inference_mode_serves_training():
+    torch.use_deterministic_algorithms(False)  # which has no scratch memory
+    case = make_case(9, dtype=torch.float32, hidden=16, width=16)
+    scratch.release_scratch()
+    with torch.inference_mode():
+        inferred = experts(case.x, case.expert, case.p, case.gate_up, case.down)
+    assert torch.equal(run_layer(case).output, inferred)
+
+
+def test_calls_of_several_threads_do_not_share_scratch_memory(monkeypatch):
+    torch.use_deterministic_algorithms(False)  # which has no scratch memory
+    cases = [make_case(40, dtype=torch.float32, hidden=16, width=16, seed=i) for i in range(2)]
+    alone = [run_layer(case) for case in cases]
+    both_gathered, real = threading.Barrier(2, timeout=60), compute.gather_rows
+
+    def gather_rows(*arguments):
+        rows = real(*arguments)
+        both_gathered.wait()
+        return rows
+
+    monkeypatch.setattr(compute, "gather_rows", gather_rows)
+    with ThreadPoolExecutor(2) as pool:
+        for run, want in zip(pool.map(run_layer, cases), alone, strict=True):
+            assert torch.equal(run.output, want.output)
+            assert all(torch.equal(run.grads[name], want.grads[name]) for name in TENSORS)
 
 
 @pytest.mark.parametrize("settings", [{}, {"draw": "forward"}, {"router_grad": "exact"}])
