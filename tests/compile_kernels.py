@@ -103,6 +103,8 @@ def launched_warps(kernel):
     """As its module launches it."""
     if kernel is select_triton._chain:
         return select_triton._CHAIN_WARPS
+    if kernel is pairs_triton._scan:
+        return pairs_triton._SCAN_WARPS
     of_a_run = ("_whole_keys", "_sizes", "_sample", "_top")
     return select_triton._WARPS if kernel.fn.__name__ in of_a_run else 4
 

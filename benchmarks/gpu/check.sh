@@ -16,8 +16,8 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
 python=${PYTHON:-python3}
 
 # Seconds of each part; 350 in all.
-declare -A limit=([tests]=75 [parity]=35 [syncs]=20 [kernels]=40 [layer]=60 [memory]=20
-                  [ep8]=55 [calibration]=20 [training]=25)
+declare -A limit=([tests]=95 [parity]=30 [syncs]=15 [kernels]=40 [layer]=60 [memory]=20
+                  [ep8]=45 [calibration]=20 [training]=25)
 order=(tests parity syncs kernels layer memory ep8 calibration training)
 
 run_tests() {

@@ -602,8 +602,11 @@ def refuse_call(exchange: Exchange, gate_up_proj: torch.Tensor, state: LayerStat
 
 def pairs_by_rank(plan_: Plan, pairs_WV: Int) -> Int:
     """Pairs per source and instance -> per source and computing rank, [W, W]."""
-    # Every rank has instances, those of its home experts.
-    first_W = np.searchsorted(plan_.instance_rank_V, np.arange(len(pairs_WV)))
+    ranks_W = np.arange(len(pairs_WV))
+    first_W = np.searchsorted(plan_.instance_rank_V, ranks_W)
+    # Every rank has instances, those of its home experts: else it would get another's pairs.
+    assert len(plan_.instance_rank_V) > first_W[-1]
+    assert (plan_.instance_rank_V[first_W] == ranks_W).all()
     return np.add.reduceat(pairs_WV, first_W, axis=1)
 
 

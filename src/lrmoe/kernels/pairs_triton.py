@@ -18,6 +18,7 @@ _IDS_PER_PROGRAM = 128  # which are compared with one another
 _KINDS_AT_ONCE = 32
 _PAIRS_PER_PROGRAM = 1024
 _TOKENS_AT_ONCE = 2048
+_SCAN_WARPS = 8  # of the few programs that pass over all tokens
 
 
 def counting_sort(
@@ -76,6 +77,7 @@ def list_rows(
         W,
         total,
         BLOCK=_TOKENS_AT_ONCE,
+        num_warps=_SCAN_WARPS,
     )
     if len(token_P):
         grid = (triton.cdiv(len(token_P), _PAIRS_PER_PROGRAM),)

@@ -25,7 +25,7 @@ _NON_FINITE = tl.constexpr(0x7F800000)
 _CHAIN_WARPS = 1  # the steps of a chain are short, and many chains fit on a multiprocessor
 _CODES_PER_PROGRAM = 1024
 _PAIRS_RANKED, _OTHERS_AT_ONCE = 128, 32
-_MOST_COMPARISONS = 1 << 29  # by which a layer call's pairs are put in order
+_MOST_COMPARISONS = 1 << 28  # by which a layer call's pairs are put in order
 _SHIFT = tl.constexpr(64 - STRATUM_BITS)  # to the first signs of a direction
 _FIRST_SIGNS = tl.constexpr((1 << STRATUM_BITS) - 1)
 
@@ -39,9 +39,10 @@ def order_runs(
 ) -> torch.Tensor:
     """:func:`lrmoe.select.order_runs`.
 
-    In one launch, which compares every key with every other of its run: cheaper than the dozen
-    launches of a sort up to some thousands a run. Beyond, one sort, of 32-bit keys where they are
-    wide enough. Reads 8 bytes a pair, more often from the cache, and writes 8.
+    In one launch, which compares every key with every other of its run, in place of the dozen
+    launches of a sort; where these would be many, one sort, of 32-bit keys where they are wide
+    enough (from where on a sort is faster has not been measured). Reads 8 bytes a pair, more often
+    from the cache, and writes 8.
     """
     spare = 0 if salt_e is None else tie_bits(len(count_e), bits)
     salt_e = count_e if salt_e is None else salt_e  # not read without spare bits
@@ -214,26 +215,33 @@ def _ranks(
     keys, counts, salts, orders, spare,
     IS_SHORT: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
+    """Every pair's place among those of its run: how many are before it, a block at a time."""
     e = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     count = tl.load(counts + e)
     if start < count:
+        kind: tl.constexpr = tl.int32 if IS_SHORT else tl.int64
         first = _before(counts, e, RUNS)
         salt = tl.load(salts + e)
         place = start + tl.arange(0, BLOCK).to(tl.int64)
-        key = _tied(keys + first, place, place < count, salt, spare)
-        if IS_SHORT:
-            key = key.to(tl.int32)
-        rank = tl.zeros([BLOCK], dtype=tl.int32)
-        for others in range(0, count, OTHERS):
-            other = others + tl.arange(0, OTHERS).to(tl.int64)
-            other_key = _tied(keys + first, other, other < count, salt, spare)
-            if IS_SHORT:
-                other_key = other_key.to(tl.int32)
-            is_less = other_key[None, :] < key[:, None]
-            is_tie = (other_key[None, :] == key[:, None]) & (other[None, :] < place[:, None])
-            is_before = (is_less | is_tie) & (other < count)[None, :]
-            rank += tl.sum(is_before.to(tl.int32), 1)
+        key = _tied(keys + first, place, place < count, salt, spare).to(kind)
+        hits = tl.zeros([BLOCK, OTHERS], dtype=tl.int32)
+        nth = tl.arange(0, OTHERS).to(tl.int64)
+        for others in range(0, start, OTHERS):  # whose ties are before
+            other = _tied(keys + first, others + nth, others + nth < count, salt, spare).to(kind)
+            hits += (other[None, :] <= key[:, None]).to(tl.int32)
+        for others in range(start, start + BLOCK, OTHERS):
+            other_place = others + nth
+            other = _tied(keys + first, other_place, other_place < count, salt, spare).to(kind)
+            is_tie = (other[None, :] == key[:, None]) & (other_place[None, :] < place[:, None])
+            is_before = ((other[None, :] < key[:, None]) | is_tie) & (other_place < count)[None, :]
+            hits += is_before.to(tl.int32)
+        for others in range(start + BLOCK, count, OTHERS):  # whose ties are behind
+            other_place = others + nth
+            other = _tied(keys + first, other_place, other_place < count, salt, spare).to(kind)
+            is_before = (other[None, :] < key[:, None]) & (other_place < count)[None, :]
+            hits += is_before.to(tl.int32)
+        rank = tl.sum(hits, 1)
         tl.store(orders + first + rank, first + place, mask=place < count)
 
 
