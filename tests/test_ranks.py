@@ -75,4 +75,4 @@ def test_a_killed_child_is_named():
 
 def test_a_hanging_child_is_killed_and_its_place_shown():
     with pytest.raises(TimeoutError, match=r"(?s)ranks \[0, 1\] still ran.*_hang_on_one"):
-        run_ranks(_hang_on_one, 2, timeout=4)
+        run_ranks(_hang_on_one, 2, timeout=2)
