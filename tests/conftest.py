@@ -1,5 +1,6 @@
 """What every test gets: a seed, one thread, poisoned memory; ``gpu`` tests skip without a GPU."""
 
+import gc
 import os
 import random
 from importlib.util import find_spec
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collection of garbage need not look at it every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

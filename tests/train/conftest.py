@@ -6,7 +6,13 @@ import pytest
 
 from lrmoe import Recalibration
 from lrmoe.training.settings import DataSettings, ModelSettings, TrainSettings
-from tests.train.runs import TINY, TRAINING, start
+from tests.train.runs import TINY, TRAINING, start, train, without_images
+
+
+@pytest.fixture(scope="module")
+def _without_images():
+    with without_images():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +41,7 @@ def tiny(text):
 def recalibrated_run(tiny, tmp_path_factory):
     """12 uninterrupted steps on two ranks at rate 0.5."""
     root = tmp_path_factory.mktemp("runs") / "recalibrated"
-    start(replace(tiny, run_dir=str(root)), 2)
+    train(replace(tiny, run_dir=str(root)), 2)
     return root
 
 

@@ -1,16 +1,23 @@
 """Small settings, and ways to start a run and to read what it left."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from lrmoe.training import job, plots
 from lrmoe.training.settings import TrainingSettings
+from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
 
@@ -53,6 +60,29 @@ def start(settings, nproc, *, expect=0, json_file=None):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def train(settings, nproc):
+    """The same run without the command and its launcher, which take longer; the first's output."""
+    return run_ranks(_train, nproc, settings, timeout=120)[0]
+
+
+def _train(rank, world_size, settings):
+    # What the launcher says; accelerate asks for it, though the group exists.
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE=str(world_size))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if world_size == 1:
+        dist.destroy_process_group()  # a launched single rank has none
+    with without_images(), redirect_stdout(io.StringIO()) as output:
+        assert job.run(settings).completed
+    return output.getvalue()
+
+
+@contextmanager
+def without_images():
+    """A run inside makes its figures and draws none of them: that takes as long as its training."""
+    with patch.object(Figure, "savefig"), patch.object(plots, "_side_by_side"):
+        yield
 
 
 def environment():

@@ -13,6 +13,8 @@ from lrmoe.training import checkpoint, job
 from lrmoe.training.trainer import MoETrainer
 from tests.train.runs import rows_without_times, with_
 
+pytestmark = pytest.mark.usefixtures("_without_images")
+
 
 @pytest.fixture(scope="module")
 def short_run(tiny, tmp_path_factory):

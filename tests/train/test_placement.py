@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lrmoe import Budget, Recalibration
 from lrmoe.training.presets import preset_config
-from tests.train.runs import start, with_
+from tests.train.runs import train, with_
 from tests.train.test_presets import GLM_TINY
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -43,7 +43,7 @@ def runs(tiny, tmp_path_factory):
         settings = replace(
             base, run_dir=str(root / name), recalibration=Recalibration(**recalibration)
         )
-        (root / f"{name}.txt").write_text(start(settings, 2))
+        (root / f"{name}.txt").write_text(train(settings, 2))
         rows = [json.loads(line) for line in (root / name / "metrics.jsonl").open()]
         weights = AutoModelForCausalLM.from_pretrained(root / name / "final").state_dict()
         return rows, weights, json.loads((root / name / "summary.json").read_text()), root / name

@@ -10,7 +10,7 @@ import torch
 
 from lrmoe import Recalibration
 from lrmoe.training import checkpoint, launch
-from tests.train.runs import HERE, load_tensors, rows_without_times, start, with_
+from tests.train.runs import HERE, load_tensors, rows_without_times, train, with_
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def test_a_run_killed_twice_ends_bitwise_like_an_undisturbed_one(
     settings = replace(settings, resume=True)
     run_until_killed(settings, "1:step:10", monkeypatch)
     assert (checkpoints / "latest").resolve().name == "step-00000008"
-    output = start(settings, 2)
+    output = train(settings, 2)
     assert "resuming from step-00000008" in output
 
     expected = load_tensors(recalibrated_run / "checkpoints/step-00000012", tmp_path)
@@ -72,11 +72,11 @@ def test_state_survives_other_layouts(exact_run, tiny, tmp_path):
     shutil.rmtree(root / "checkpoints/step-00000012")
     exact = replace(tiny, run_dir=str(root), resume=True, recalibration=Recalibration(rate=0))
 
-    output = start(with_(exact, parallel={"ep_size": 1}, training={"max_steps": 10}), 2)
+    output = train(with_(exact, parallel={"ep_size": 1}, training={"max_steps": 10}), 2)
     assert "resuming from step-00000008" in output
     alone = {"gradient_accumulation_steps": 4, "max_steps": 11}
-    assert "resuming from step-00000010" in start(with_(exact, training=alone), 1)
-    assert "resuming from step-00000011" in start(exact, 2)
+    assert "resuming from step-00000010" in train(with_(exact, training=alone), 1)
+    assert "resuming from step-00000011" in train(exact, 2)
 
     expected = load_tensors(exact_run / "checkpoints/step-00000012", tmp_path)
     actual = load_tensors(root / "checkpoints/step-00000012", tmp_path)

@@ -10,8 +10,9 @@ from lrmoe.cli import main
 from lrmoe.cluster.exact import replay_pairs, totals
 from lrmoe.cluster.trace import read_trace
 from lrmoe.training import job
-from tests.train.runs import TINY, start, with_
+from tests.train.runs import TINY, train, with_
 
+pytestmark = pytest.mark.usefixtures("_without_images")
 CONFIG = Recalibration(rate=0.4, placement="recalibrated", budget=Budget(slots=1))
 
 
@@ -31,7 +32,7 @@ def test_a_traced_run_is_reproduced(tiny, tmp_path):
         ),
         run_dir=str(tmp_path / "run"), trace=str(path), trace_pairs=True, recalibration=CONFIG,
     )  # fmt: skip
-    start(settings, 2)
+    train(settings, 2)
     trace = read_trace(path)
     assert [file.name for file in tmp_path.glob("trace*")] == ["trace.parquet"]
     assert (trace.info.ranks, trace.info.ep_size, trace.info.experts) == (2, 2, 8)

@@ -14,6 +14,8 @@ from lrmoe.training.trainer import MoETrainer
 from tests.train.runs import TINY, with_
 from tests.train.test_presets import GLM_TINY
 
+pytestmark = pytest.mark.usefixtures("_without_images")
+
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2])
