@@ -5,6 +5,7 @@ Shape letters: P = gathered rows, U = unique rows, D = row width, R = forward ro
 width, N = pairs in expert-major order, e = experts.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -75,8 +76,7 @@ ROW_IDS = {
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ids", ROW_IDS.values(), ids=ROW_IDS)
-@pytest.mark.parametrize("width", [1, 37])
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("width", "id_dtype"), [(1, torch.int32), (37, torch.int64)])
 def test_rows_are_copied_and_summed(dtype, ids, width, id_dtype):
     values, num_rows = ids
     row_ids = _ids(values, id_dtype)
@@ -381,11 +381,14 @@ def _runs(kind, seed):
 KINDS = ("random", "equal", "zero", "huge", "few values", "not finite", "one outweighs all")
 
 
+def _seeded(*values):
+    """Every combination, each with a seed of its own: other quotas and other scores."""
+    return [(*each, seed) for seed, each in enumerate(itertools.product(*values))]
+
+
 @pytest.mark.usefixtures("_blocks")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rho", [0.0, 0.1, 1.0])
-def test_a_sample_equals_the_reference(kind, seed, rho):
+@pytest.mark.parametrize(("kind", "rho", "seed"), _seeded(KINDS, (0.0, 0.1, 1.0)))
+def test_a_sample_equals_the_reference(kind, rho, seed):
     score_N, counts, quotas = _runs(kind, seed)
     segments = select.Segments(counts, DEVICE)
     size_N = select_triton.relative_sizes(score_N, segments.device_count_e, rho)
@@ -436,20 +439,24 @@ def test_many_pairs_in_short_runs_are_sorted(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [0, 1 << 28], ids=["sorted", "compared"])
-def test_an_order_of_so_many_runs_that_ties_need_wide_keys_equals_the_reference(most, monkeypatch):
+def test_an_order_whose_ties_need_wide_keys_equals_the_reference(most, monkeypatch):
+    """There is room for the keys in 32 bits, but not for many random bits below them."""
     monkeypatch.setattr(select_triton, "_MOST_COMPARISONS", most)
-    count_e = torch.ones(2050, dtype=torch.int64)
+    count_e = torch.ones(20, dtype=torch.int64)
     count_e[7] = 60
-    key_N = torch.randint(0, 3, (2109,), device=DEVICE)
-    salt_e = torch.randint(0, select.ONE, (2050,))
-    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), 60, 16, salt_e.to(DEVICE))
-    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, 60, 16, salt_e))
+    key_N = torch.randint(0, 3, (79,), device=DEVICE) << 22
+    salt_e = torch.randint(0, select.ONE, (20,))
+    got_N = select_triton.order_runs(key_N, count_e.to(DEVICE), 60, 24, salt_e.to(DEVICE))
+    assert torch.equal(got_N.cpu(), select.order_runs(key_N.cpu(), count_e, 60, 24, salt_e))
 
 
-@pytest.mark.parametrize("kinds", [1, 3, 1 << 20])
-def test_a_chain_equals_the_reference(kinds):
-    """Of directions of which many are equal or none is; runs of every kind of length."""
-    counts = np.array([0, 7, 1, 255, 256, 0, 257, 600])
+@pytest.mark.parametrize(
+    ("kinds", "counts"),
+    [(1, [0, 7, 1, 40]), (3, [0, 7, 1, 255, 256, 0, 257]), (1 << 20, [30, 256, 2])],
+)
+def test_a_chain_equals_the_reference(kinds, counts):
+    """Of directions of which all or many are equal or none is; runs of every kind of length."""
+    counts = np.array(counts)
     seen_k = torch.randint(-(1 << 63), (1 << 63) - 1, (kinds,), device=DEVICE)
     direction_N = seen_k[torch.randint(0, kinds, (int(counts.sum()),), device=DEVICE)]
     order_N = select.Segments(counts, DEVICE).sort(torch.randint_like(direction_N, 0, 1 << 48))
@@ -460,8 +467,7 @@ def test_a_chain_equals_the_reference(kinds):
 
 
 @pytest.mark.usefixtures("_blocks")
-@pytest.mark.parametrize("kind", [*KINDS, "negative"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("kind", "seed"), _seeded([*KINDS, "negative"]))
 def test_the_highest_scores_equal_the_reference(kind, seed):
     if kind == "negative":
         score_N, counts, quotas = _runs("random", seed)
