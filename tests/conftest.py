@@ -17,6 +17,8 @@ else:
     hypothesis.settings.register_profile("lrmoe", deadline=None)
     hypothesis.settings.load_profile("lrmoe")
 
+# Fixtures of modules compute before those of tests: with more threads than idle cores, slowly.
+torch.set_num_threads(1)
 
 collect_ignore = [] if find_spec("triton") else ["test_triton.py"]
 if not torch.cuda.is_available():

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def test_sft_with_lora_on_the_experts(tmp_path):
     done = subprocess.run(
         [sys.executable, EXAMPLES / "sft_lora.py", "--out", tmp_path, "--rate", "0.5"],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,

@@ -211,8 +211,9 @@ def test_a_memory_budget_of_the_step_binds_and_is_kept():
     assert len({str(done[-1][2]) for done in ranks}) == 1
 
 
-def _drift(rank, world_size, num_steps, budget):
-    """Steps in which the hot experts move on; what each used, and the process's memory then."""
+def _drift(rank, world_size, num_steps, turn, budget):
+    """Steps in which the hot experts move on, past all of them in so many steps as a turn has; what
+    each used, and the process's memory then."""
     lrmoe.state.link_costs = lambda *_: Costs()
     config = Recalibration(rate=0.0, placement="recalibrated", budget=budget)
     state = LayerState(config)
@@ -222,7 +223,7 @@ def _drift(rank, world_size, num_steps, budget):
     generator = torch.Generator().manual_seed(rank)
     used = []
     for step in range(num_steps):
-        distance = (torch.arange(16) - 16 * step / 250) % 16
+        distance = (torch.arange(16) - 16 * step / turn) % 16
         noise = torch.rand(400, 16, generator=generator) + 0.6 * (distance < 5)
         x = torch.randn(400, 64, generator=generator).requires_grad_()
         p = torch.rand(400, 4, generator=generator)
@@ -240,10 +241,10 @@ def _drift(rank, world_size, num_steps, budget):
 
 
 def test_five_hundred_steps_of_drifting_skew_stay_below_the_budget_and_do_not_grow():
-    free = run_ranks(_drift, 2, 250, TWO_SLOTS, timeout=100)
+    free = run_ranks(_drift, 2, 50, 50, TWO_SLOTS, timeout=100)
     most = max(step for used in free for step, *_ in used)
     budget = Budget(slots=2, memory=int(0.9 * most), c_max=0.8)
-    for used in run_ranks(_drift, 2, 500, budget, timeout=150):
+    for used in run_ranks(_drift, 2, 500, 250, budget, timeout=150):
         assert max(step for step, *_ in used) <= budget.memory
         fractions = [fraction for _, fraction, *_ in used]
         assert 0.3 < min(fractions) < max(fractions) < 1  # the budget binds, now more, now less

@@ -5,6 +5,7 @@ Shape letters: W = ranks, E = experts.
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,12 +24,15 @@ GROUPS = ((8, 128), (16, 128), (64, 256))
 SLOTS = 2
 
 
+counts_of = cache(routed_counts)  # the tests share them
+
+
 def workloads(W, E, layers):
     """Name and counts of every family; tokens are fewer than in training, the shapes the same."""
     for family in FAMILIES:
         for imbalance in IMBALANCES:
             for layer in range(layers):
-                counts_WE = routed_counts(
+                counts_WE = counts_of(
                     family, W, E, imbalance, tokens=1024 if W < 64 else 256, layer=layer, seed=layer
                 )
                 yield f"{family} {imbalance} {layer}", counts_WE
