@@ -1168,6 +1168,18 @@ def test_a_text_that_is_missing_or_of_other_tokens_is_refused():
         experts(*case[:5], state=LayerState(settings))
 
 
+def test_bits_beyond_those_of_a_text_code_are_not_looked_at():
+    case, runs = make_case(30), []
+    for more in (0, 7 << 16):
+        state = LayerState(Recalibration(rate=0.5, strata="text"))
+        state.text_T = text_code(torch.arange(30) % 5) + more
+        leaves = [t.clone().requires_grad_() for t in (case.x, case.p, case.gate_up, case.down)]
+        experts(leaves[0], case.expert, *leaves[1:], state=state).backward(case.grad)
+        runs.append([leaf.grad for leaf in leaves])
+    for with_more, without in zip(*runs, strict=True):
+        assert torch.equal(with_more, without)
+
+
 def test_a_first_call_in_a_backward_pass_needs_its_text():
     """Under hooks like those of checkpointing: no recomputation, since nothing was computed yet."""
     case, state = make_case(7), LayerState(Recalibration(rate=0.5, strata="text"))
