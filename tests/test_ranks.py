@@ -29,6 +29,12 @@ def _exchange(rank, world_size, scale):
     }
 
 
+def _leave_something(rank, world_size):
+    found = hasattr(torch, "left"), os.environ.get("LEFT"), os.environ["GIVEN"], hash("a string")
+    torch.left, os.environ["LEFT"] = True, "here"
+    return found
+
+
 def _fail_on_one(rank, world_size):
     if rank == 1:
         raise KeyError("the reason")
@@ -61,6 +67,18 @@ def test_results_and_uneven_all_to_all():
         assert result["poisoned"]
         assert result["threads"] == 1
     assert [result["got"].shape[0] for result in results] == [1, 5]
+
+
+def test_a_call_finds_nothing_of_the_one_before(monkeypatch):
+    monkeypatch.setenv("GIVEN", "first")
+    first = run_ranks(_leave_something, 2)
+    monkeypatch.setenv("GIVEN", "second")
+    second = run_ranks(_leave_something, 2)
+    assert [found[:3] for found in first] == [(False, None, "first")] * 2
+    assert [found[:3] for found in second] == [(False, None, "second")] * 2
+    # A loop over a set of strings goes another way on the other rank.
+    is_drawn = os.environ.get("PYTHONHASHSEED", "random") == "random"
+    assert (first[0][3] != first[1][3]) == is_drawn
 
 
 def test_a_failing_child_is_named_with_its_traceback():
