@@ -136,12 +136,8 @@ class RankExchange(Exchange):
 
     def __init__(self, shared, rank):
         super().__init__(None)
-        self.num_ranks, self.rank, self.global_rank, self.group_key = (
-            shared.num_ranks,
-            rank,
-            rank,
-            0,
-        )
+        self.num_ranks, self.rank = shared.num_ranks, rank
+        self.global_rank, self.group_key = rank, 0
         self.keeps_rows = shared.num_ranks == 1
         self._shared = shared
 

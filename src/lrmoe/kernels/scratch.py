@@ -1,7 +1,7 @@
 """Reusable CPU memory for temporaries that do not outlive one stage of the layer.
 
 A fresh tensor of tens of megabytes costs more in page faults than the copy that fills it: 33 MB
-took 19 ms fresh and 2 ms reused on the machine of ``docs/performance.md``. CUDA's caching allocator
+took 19 ms fresh and 2 ms reused on the machine of the README's table. CUDA's caching allocator
 already does this, so there this is ``torch.empty``.
 """
 
