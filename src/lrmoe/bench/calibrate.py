@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import spawn
 
 import lrmoe
 from lrmoe.bench.calibrate_gpu import fit_gpu, read_rows
+from lrmoe.bench.timing import end_rank
 from lrmoe.bench.workloads import Shape, least_experts, route
 from lrmoe.cluster.cost import PassTimes, Rows, layer_times
 from lrmoe.cluster.hardware import Hardware
@@ -229,8 +230,7 @@ def _rank_main(
     dist.all_gather_object(everywhere, mine)
     if rank == 0:
         np.save(Path(directory) / "times.npy", np.stack(everywhere, axis=2))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 class _Timer:

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from lrmoe.bench import arms as arms_
 from lrmoe.bench.gate import Agreement, check_gradients
 from lrmoe.bench.settings import LayerBench
-from lrmoe.bench.timing import Times, time_arms, time_local_stages
+from lrmoe.bench.timing import Times, end_rank, time_arms, time_local_stages
 from lrmoe.bench.workloads import Shape, route
 from lrmoe.report import LayerReport, imbalance
 
@@ -275,8 +275,7 @@ def _rank_main(rank: int, directory: str, settings: dict[str, Any]) -> None:
         outcome = {"failure": str(error)}
     if rank == 0:
         (Path(directory) / "outcome.json").write_text(json.dumps(outcome))
-    dist.barrier()  # nobody leaves while another still receives from it
-    dist.destroy_process_group()
+    end_rank()
 
 
 def _progress(total: int) -> AbstractContextManager[Callable[[], None]]:

@@ -6,11 +6,13 @@ Shape letters: S = rounds.
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -40,6 +42,19 @@ _LOCAL_STAGES = {
     ],
 }
 _COLLECTIVES = ("all_to_all", "all_gather_counts")
+
+
+def end_rank() -> NoReturn:
+    """Leave a rank that was started for a measurement, once all of them are done.
+
+    The results are written by then. The end of the interpreter is left out: the threads under a
+    process group have been seen to abort there ("terminate called without an active exception").
+    """
+    dist.barrier()  # nobody leaves while another still receives from it
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
