@@ -16,7 +16,8 @@ from lrmoe.upload import upload, upload_together
 from tests.card import CARD, Card, pretended, put, run_threads
 from tests.dist.test_layer import local, make_job
 from tests.dist.test_replicas import CONFIGS, random_plan
-from tests.layers import make_case, run_layer
+from tests.errors import relative_error
+from tests.layers import make_case, oracle_gradients, run_layer
 
 
 def run_on_card(case, config, **options):
@@ -88,6 +89,21 @@ def test_several_ranks_compute_the_same(config, moves):
         of_card = _threads(config, job.cases, plan, on_card=True)
         for (run, _), (want, _) in zip(of_card, of_cpu, strict=True):
             assert_same(run, want)
+
+
+@pytest.mark.parametrize("tops", [(3, 1), (1, 3)])
+def test_ranks_whose_tokens_have_different_numbers_of_experts(tops):
+    """Sums of rows have room for the most of any rank; C0, against the loop over the pairs."""
+    cases = [make_case(9, top_k=k, num_experts=4, seed=k) for k in tops]
+    cases = [case._replace(gate_up=cases[0].gate_up, down=cases[0].down) for case in cases]
+    done = _threads(Recalibration(rate=0.0), cases, lrmoe.state.plan, on_card=False)
+    wants = [oracle_gradients(case, torch.ones_like(case.p)) for case in cases]
+    for (run, _), want in zip(done, wants, strict=True):
+        for name in ("x", "p"):
+            assert relative_error(run.grads[name], want[name]) < 1e-10
+    for name in ("gate_up", "down"):
+        found = torch.cat([run.grads[name] for run, _ in done])
+        assert relative_error(found, sum(want[name] for want in wants)) < 1e-10
 
 
 def passes(case, config, group=None):

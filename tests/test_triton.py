@@ -105,9 +105,10 @@ def test_sums_are_taken_in_ascending_order_and_rounded_once():
     assert rows_triton.sum_rows(ordered, _ids([0, 0, 0]), 1, 3).item() == 0
 
 
-def test_a_row_that_is_named_too_often_spoils_no_other():
+def test_a_row_that_is_named_too_often_is_nan_and_spoils_no_other():
     parts = _tensor(6, 5)
     got = rows_triton.sum_rows(parts, _ids([0, 0, 0, 1, 0, 0]), 3, 2)
+    assert got[0].isnan().all()
     assert torch.equal(got[1], parts[3])
     assert (got[2] == 0).all()
 

@@ -106,11 +106,19 @@ def grad_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``|row|^2``; which rows are not finite; the signs (those of both products, or as a place in
     the order of a Gray code those of the first alone), int64 [T]."""
+    return grad_passes(grad_TD, first_DB, others_DB, has_all_signs)
+
+
+def grad_passes(
+    grad_TD: torch.Tensor, first_DB: torch.Tensor, others_DB: torch.Tensor, has_all_signs: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`grad_pass` in operators of their own, for every device and dtype."""
     norm_sq_T, is_bad_T = row_norm_sq(grad_TD)
+    product_TB = grad_TD @ first_DB
     if has_all_signs:
-        product_TB = torch.cat([grad_TD @ first_DB, grad_TD @ others_DB], dim=1)
+        product_TB = torch.cat([product_TB, grad_TD @ others_DB], dim=1)
         return norm_sq_T, is_bad_T, pack_signs(product_TB)
-    return norm_sq_T, is_bad_T, gray_place(pack_signs(grad_TD @ first_DB))
+    return norm_sq_T, is_bad_T, gray_place(pack_signs(product_TB))
 
 
 def code_of(direction_T: torch.Tensor, strata: str) -> torch.Tensor:

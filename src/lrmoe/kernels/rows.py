@@ -35,7 +35,8 @@ def sum_rows(
     same bits every time.
 
     Args:
-        most: no unique row is named more often.
+        most: no unique row is named more often. On CPUs that is asserted; on CUDA such a sum is
+            NaN.
     """
     if rows_PD.shape[0] == 0 or num_rows == 0:
         return rows_PD.new_zeros(num_rows, rows_PD.shape[1])

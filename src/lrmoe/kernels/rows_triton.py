@@ -138,7 +138,8 @@ def _sum(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < width
-    count = tl.minimum(tl.load(counts + row), most)
+    named = tl.load(counts + row)
+    count = tl.minimum(named, most)
     nth = tl.arange(0, MOST)
     bucket = tl.load(places + row * most + nth, mask=nth < count, other=_NONE)
     total = tl.zeros([BLOCK], dtype=WIDE)
@@ -153,6 +154,7 @@ def _sum(
         row_two = tl.load(values, mask=is_inside & (two < _NONE), other=0.0)
         total += row_one.to(WIDE)
         total += row_two.to(WIDE)
+    total = tl.where(named > most, float("nan"), total)  # no part of a sum passes for it
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
 
 

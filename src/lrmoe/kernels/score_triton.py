@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lrmoe.kernels import rows_triton
-from lrmoe.kernels.select_triton import gray_code, gray_place
+from lrmoe.kernels.select_triton import gray_code
+from lrmoe.score import grad_passes
 
 _PAIRS_PER_PROGRAM = 1024
 _ROWS_PER_PROGRAM = 16
@@ -46,11 +46,7 @@ def grad_pass(
     """
     T, D = grad_TD.shape
     if grad_TD.dtype == torch.float64:
-        norm_sq_T, is_bad_T = rows_triton.row_norm_sq(grad_TD)
-        if has_all_signs:
-            product_TB = torch.cat([grad_TD @ first_DB, grad_TD @ others_DB], dim=1)
-            return norm_sq_T, is_bad_T, pack_signs(product_TB)
-        return norm_sq_T, is_bad_T, gray_place(pack_signs(grad_TD @ first_DB))
+        return grad_passes(grad_TD, first_DB, others_DB, has_all_signs)
     norm_sq_T = grad_TD.new_empty(T, dtype=torch.float32)
     is_bad_T = grad_TD.new_empty(T, dtype=torch.uint8)
     code_T = grad_TD.new_empty(T, dtype=torch.int64)
